@@ -1,0 +1,241 @@
+"""Config sections that say how the model is run: mesh, data, optimizer, loop, checkpoints, logs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from moejax.config.fields import ConfigError, Section, setting
+from moejax.config.model import ModelConfig
+
+MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DcnConfig(Section):
+    """How much of each mesh axis crosses hosts or slices (slow network); 1 = none of it."""
+
+    _path = "mesh.dcn."
+    stage: int = setting(1, ge=1)
+    data: int = setting(1, ge=1)
+    fsdp: int = setting(1, ge=1)
+    expert: int = setting(1, ge=1)
+    context: int = setting(1, ge=1)
+    tensor: int = setting(1, ge=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig(Section):
+    """Devices along each mesh axis; at most one axis is -1 and takes what is left."""
+
+    _path = "mesh."
+    stage: int = setting(1, ge=-1)
+    data: int = setting(1, ge=-1)
+    fsdp: int = setting(-1, ge=-1)
+    expert: int = setting(1, ge=-1)
+    context: int = setting(1, ge=-1)
+    tensor: int = setting(1, ge=-1)
+    dcn: DcnConfig = dataclasses.field(default_factory=DcnConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        zero = [axis for axis in MESH_AXES if getattr(self, axis) == 0]
+        if zero:
+            raise ConfigError(f"mesh.{zero[0]}=0 is not allowed: it must be >= 1, or -1 for what is left.")
+
+    def sizes(self, num_devices: int) -> dict[str, int]:
+        """Size of every axis on `num_devices` devices. Raises ConfigError when the mesh does not fit."""
+        sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
+        free = [axis for axis, n in sizes.items() if n == -1]
+        fixed = math.prod(n for n in sizes.values() if n != -1)
+        shown = " x ".join(f"{axis}={n}" for axis, n in sizes.items() if n != 1) or "1"
+        if len(free) > 1:
+            raise ConfigError(f"mesh {shown} leaves {len(free)} axes at -1; at most one may take what is left.")
+        if num_devices % fixed or (not free and fixed != num_devices):
+            raise ConfigError(
+                f"mesh {shown} does not fit {num_devices} devices: its fixed axes take {fixed}. "
+                f"Leave one axis at -1, or make the product {num_devices}."
+            )
+        sizes |= {axis: num_devices // fixed for axis in free}
+        for axis, n in sizes.items():
+            across = getattr(self.dcn, axis)
+            if n % across:
+                raise ConfigError(f"mesh.dcn.{axis}={across} does not divide mesh.{axis}={n}.")
+        return sizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Where text comes from and how it becomes rows of tokens."""
+
+    _path = "data."
+    source: str = setting("stdlib", choices=("stdlib", "files", "synthetic"))
+    paths: tuple = setting(())
+    text_field: str = setting("text")
+    exclude: tuple = setting(("test/", "site-packages/"))
+    tokenizer: str = setting("bpe")
+    bpe_vocab_size: int = setting(512, ge=258)
+    validation_percent: float = setting(5.0, gt=0.0, lt=100.0)
+    seq_len: int = setting(512, ge=2)
+    batch_size: int = setting(16, ge=1)
+    synthetic_docs: int = setting(1000, ge=1)
+    num_workers: int = setting(0, ge=0, le=64)
+    prefetch: int = setting(4, ge=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig(Section):
+    """Optimizer, groups, schedule."""
+
+    _path = "optim."
+    name: str = setting("muon", choices=("muon", "adamw"))
+    lr: float = setting(2e-2, gt=0.0)
+    adam_lr: float = setting(4e-3, gt=0.0)
+    weight_decay: float = setting(0.1, ge=0.0)
+    muon_momentum: float = setting(0.95, ge=0.0, lt=1.0)
+    muon_steps: int = setting(5, ge=1, le=20)
+    muon_per_head: bool = setting(True)
+    adam_b1: float = setting(0.9, ge=0.0, lt=1.0)
+    adam_b2: float = setting(0.95, ge=0.0, lt=1.0)
+    adam_eps: float = setting(1e-8, gt=0.0)
+    no_decay: tuple = setting(("norm", "a_log", "dt_bias", "conv", "attn_res", "bias"))
+    groups: tuple = setting(())
+    schedule: str = setting("cosine", choices=("cosine", "wsd", "constant"))
+    warmup_fraction: float = setting(0.02, ge=0.0, le=1.0)
+    min_ratio: float = setting(0.1, ge=0.0, le=1.0)
+    decay_fraction: float = setting(0.2, ge=0.0, le=1.0)
+    decay_start: int = setting(-1, ge=-1)
+    clip_norm: float = setting(1.0, ge=0.0)
+    ema_decay: float = setting(0.0, ge=0.0, lt=1.0)
+    qk_clip: float = setting(0.0, ge=0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(Section):
+    """The loop and the step."""
+
+    _path = "train."
+    num_steps: int = setting(400, ge=1)
+    accumulation: int = setting(1, ge=1)
+    compute_dtype: str = setting("float32", choices=("float32", "bfloat16"))
+    remat: str = setting("none", choices=("none", "full"))
+    rows_per_chunk: int = setting(0, ge=0)
+    vocab_per_chunk: int = setting(0, ge=0)
+    z_loss: float = setting(0.0, ge=0.0)
+    stop_at: int = setting(-1, ge=-1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig(Section):
+    """Evaluation on the validation split."""
+
+    _path = "eval."
+    every: int = setting(100, ge=0)
+    batches: int = setting(0, ge=0)
+    batch_size: int = setting(0, ge=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Section):
+    """When to save and what to keep."""
+
+    _path = "checkpoint."
+    every: int = setting(100, ge=0)
+    keep: int = setting(3, ge=1)
+    keep_every: int = setting(0, ge=0)
+    keep_best: bool = setting(True)
+    asynchronous: bool = setting(True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogConfig(Section):
+    """What a run tells."""
+
+    _path = "log."
+    every: int = setting(1, ge=1)
+    tensorboard: bool = setting(True)
+    progress: bool = setting(True)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProfileConfig(Section):
+    """Profiler trace of some steps."""
+
+    _path = "profile."
+    steps: str = setting("")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.window()
+
+    def window(self) -> tuple[int, int] | None:
+        """First and last step to trace, None without profiling."""
+        if not self.steps:
+            return None
+        first, _, last = self.steps.partition("-")
+        if not (first.isdigit() and (last or first).isdigit() and int(last or first) >= int(first) >= 1):
+            raise ConfigError(f"profile.steps={self.steps!r} is not a range of steps; write it as 10-12.")
+        return int(first), int(last or first)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig(Section):
+    """A whole run."""
+
+    seed: int = setting(0, ge=0, lt=2**31)
+    init_from: str = setting("")
+    compile_cache: str = setting("auto")
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    log: LogConfig = dataclasses.field(default_factory=LogConfig)
+    profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
+
+    def check(self, num_devices: int) -> dict[str, int]:
+        """Rules that span sections, on this many devices. Returns the mesh sizes; raises ConfigError."""
+        sizes = self.mesh.sizes(num_devices)
+        _check_later_axes(sizes)
+        _check_experts(self.model, sizes)
+        _check_batch(self, sizes)
+        return sizes
+
+
+def _check_later_axes(sizes: dict[str, int]) -> None:
+    later = [axis for axis in ("stage", "context", "tensor") if sizes[axis] > 1]
+    if later:
+        raise ConfigError(
+            f"mesh.{later[0]}={sizes[later[0]]} is not supported yet: only data, fsdp and expert may be larger "
+            f"than 1 in this version. Set mesh.{later[0]}=1."
+        )
+
+
+def _check_experts(model: ModelConfig, sizes: dict[str, int]) -> None:
+    experts, axis = model.moe.num_experts, sizes["expert"]
+    if "moe" in model.ffn_kinds() and experts % axis:
+        below, above = experts - experts % axis, experts + axis - experts % axis
+        raise ConfigError(
+            f"model.moe.num_experts={experts} does not divide over mesh.expert={axis} ({experts % axis} left "
+            f"over). Use {below or above} or {above} experts, or another mesh.expert."
+        )
+    if model.moe.exchange == "local" and axis > 1:
+        raise ConfigError(
+            f"model.moe.exchange='local' keeps every expert on every device, but mesh.expert={axis}. "
+            "Use exchange='auto', or mesh.expert=1."
+        )
+
+
+def _check_batch(run: RunConfig, sizes: dict[str, int]) -> None:
+    ways = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    rows, accumulation = run.data.batch_size, run.train.accumulation
+    if rows % (ways * accumulation):
+        raise ConfigError(
+            f"data.batch_size={rows} does not divide over {ways} batch shards x train.accumulation={accumulation}. "
+            f"Use a multiple of {ways * accumulation}."
+        )
+    eval_rows = run.eval.batch_size or rows
+    if eval_rows % ways:
+        raise ConfigError(f"eval.batch_size={eval_rows} does not divide over {ways} batch shards.")
