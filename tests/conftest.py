@@ -20,7 +20,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what needs a GPU where there is none, and says how to run it."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and jax.default_backend() != "gpu":
-        skip = pytest.mark.skip(reason="no GPU: run with JAX_PLATFORMS=cuda,cpu on a machine with one")
+        skip = pytest.mark.skip(reason="no GPU here; with one, set JAX_PLATFORMS=cuda,cpu")
         for item in gpu_items:
             item.add_marker(skip)
 
