@@ -14,13 +14,24 @@ die() { say "$*"; exit 1; }
 # Prints "3.11 /path/to/python" for an interpreter that runs, nothing otherwise. The real path,
 # because a pyenv shim means another Python as soon as the folder changes.
 describe_python() {
-  "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2], sys.executable)' 2>/dev/null
+  "$1" -c 'import sys; print("%d.%d %s" % (sys.version_info[:2] + (sys.executable,)))' 2>/dev/null
+}
+
+# Describes the interpreter called $1. For a name such as python3.12 that does not run (a pyenv
+# shim is on the PATH whether or not its version is selected) pyenv's folders are searched too.
+find_python() {
+  describe_python "$1" && return
+  local version="${1#python}" candidate
+  for candidate in "${PYENV_ROOT:-$HOME/.pyenv}/versions/$version"*/bin/python; do
+    describe_python "$candidate" && return
+  done
+  return 1
 }
 
 # Sets PY and PY_VERSION to the interpreter that the environment is to be made with.
 pick_python() {
   local asked="${PYTHON:-python3}" found
-  found="$(describe_python "$asked")" ||
+  found="$(find_python "$asked")" ||
     die "'$asked' does not run. Install Python 3.11 or newer, or set PYTHON to its path."
   PY_VERSION="${found%% *}" PY="${found#* }"
   "$PY" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||

@@ -11,11 +11,15 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 make_environment
 cd "$ROOT"
 
+# One failing check does not hide what the others have to say.
+failed=()
 if [ "$#" -eq 0 ]; then
   say "ruff"
-  "$BIN/ruff" check .
+  "$BIN/ruff" check --quiet . || failed+=(ruff)
   say "mypy"
-  "$BIN/mypy"
+  "$BIN/mypy" || failed+=(mypy)
 fi
 say "pytest"
-exec "$BIN/python" -m pytest -q "$@"
+"$BIN/python" -m pytest -q "$@" || failed+=(pytest)
+
+[ "${#failed[@]}" -eq 0 ] || die "failed: ${failed[*]}"
