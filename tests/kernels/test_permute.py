@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from pallas_kernels.permute import permute, plan_permute, specs, unpermute
 from pallas_kernels.testing import assert_close, compare
 
-
 _plan = jax.jit(plan_permute, static_argnums=1)
 
 
