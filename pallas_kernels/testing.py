@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-Arrays = Mapping[str, Array | None]
+from pallas_kernels.dtypes import sum_dtype
+
+Arrays = Mapping[str, Any]  # array, or None
 
 
 def relative_rms(actual: Any, expected: Any, *, floor: float = 1e-30) -> float:
@@ -122,7 +124,7 @@ def assert_close(errors: Mapping[str, float], tolerance: float | Mapping[str, fl
     assert not bad, "; ".join(bad)
 
 
-def _at_least_float32(a: Array | None) -> Array | None:
+def _at_least_float32(a: Any) -> Any:
     if a is None or not jnp.issubdtype(jnp.asarray(a).dtype, jnp.floating):
         return a
-    return jnp.asarray(a).astype(jnp.promote_types(jnp.asarray(a).dtype, jnp.float32))
+    return jnp.asarray(a).astype(sum_dtype(jnp.asarray(a)))

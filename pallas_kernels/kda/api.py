@@ -1,0 +1,162 @@
+"""Kimi Delta Attention: the public functions, their checks and the choice of implementation."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import choose
+from pallas_kernels.kda import chunked, gates, ref
+
+_IMPLS = {"chunked": chunked.kda, "ref": ref.kda}
+_ORDER = {"cpu": ("chunked",)}  # the same everywhere until a platform has its own kernel
+
+
+def kda(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T Nv h"],
+    log_decay: Float[Array, "B T Nv H"],
+    beta: Float[Array, "B T Nv"],
+    *,
+    segment_ids: Int[Array, "B T"] | None = None,
+    initial_state: Float[Array, "B Nv H h"] | None = None,
+    scale: float | int | None = None,
+    chunk: int = 64,
+    impl: str | None = None,
+) -> tuple[Float[Array, "B T Nv h"], Float[Array, "B Nv H h"]]:
+    """Kimi Delta Attention over whole sequences, linear in T.
+
+    Per head, with state S (H by h), a_t = exp(log_decay_t) and S = 0 where a document starts:
+
+        S_t = (I - beta_t k_t k_t') diag(a_t) S_{t-1} + beta_t k_t v_t',    o_t = scale S_t' q_t
+
+    Args:
+      q, k: bfloat16 or float32; k at unit length per head, or the state may grow.
+      v: Nv is a multiple of N; value head j reads key head j * N // Nv.
+      log_decay: natural log of the decay, at most 0; float32 whatever q is.
+      beta: write strength in [0, 1].
+      segment_ids: documents packed into a row, each one run of equal ids; 0 is padding, which
+        neither writes nor decays. None: every row is one document.
+      initial_state: state before position 0, for the first document of the row; zeros if None.
+      scale: H ** -0.5 if None.
+      chunk: positions handled at once, a power of two. Changes speed and rounding, not meaning.
+      impl: "chunked", "ref", "pallas"; None chooses by platform.
+    Returns:
+      Output in v's dtype, and the state after position T-1 (of the document that T-1 belongs to,
+      so zero after padding at the end) in float32. Sums are float64 if an input is.
+    Raises:
+      ValueError: shapes disagree, T is 0, or `chunk` is not a power of two.
+      NotImplementedError: `impl` was named and cannot run these arguments.
+    Source: Kimi Linear, arXiv:2510.26692, equation 1 and section 4.
+    """
+    _check(q, k, v, log_decay, beta, segment_ids, initial_state, chunk)
+    log_decay, beta = _without_padding(log_decay, beta, segment_ids)
+    names = choose.candidates(_IMPLS, _ORDER, impl)
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    return choose.first_that_runs(
+        _IMPLS, names, q, k, v, log_decay, beta,
+        segment_ids=segment_ids, initial_state=initial_state, scale=scale, chunk=chunk,
+    )  # fmt: skip
+
+
+def kda_fused(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    v: Float[Array, "B T Nv h"],
+    gate: Float[Array, "B T Nv H"],
+    beta_logits: Float[Array, "B T Nv"],
+    a_log: Float[Array, " Nv"],
+    dt_bias: Float[Array, "Nv H"],
+    *,
+    lower_bound: float | int | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    initial_state: Float[Array, "B Nv H h"] | None = None,
+    scale: float | int | None = None,
+    chunk: int = 64,
+    return_transition: bool = False,
+    impl: str | None = None,
+) -> tuple[Array, ...]:
+    """`kda` from what a layer has after its short convolutions.
+
+    q and k are brought to unit length, x / sqrt(sum x^2 + 1e-6); beta = sigmoid(beta_logits);
+    with a = exp(a_log), the log decay is
+
+        -a softplus(gate + dt_bias),  or with a bound  lower_bound sigmoid(a (gate + dt_bias)).
+
+    Args:
+      lower_bound: below 0; None is the softplus form. The bound replaces the softplus, it is no clamp.
+      return_transition: also return how the row acts on its entry state, S_out = M S_in + S_ext.
+      Others as in `kda`.
+    Returns:
+      Output and final state as `kda`; with `return_transition` also M, [B, Nv, H, H], and S_ext,
+      [B, Nv, H, h], both float32. M is 0 where a document starts inside the row.
+    Raises:
+      ValueError: as `kda`, or `lower_bound` is not negative.
+      NotImplementedError: `impl` was named and cannot run these arguments.
+    Source: Kimi Linear, arXiv:2510.26692; the bounded gate: Kimi K3 report, arXiv:2607.24653.
+    """
+    if lower_bound is not None and not lower_bound < 0:
+        raise ValueError(f"lower_bound={lower_bound} is not negative. Use e.g. -5, or None.")
+    heads = gate.shape[2:]
+    if a_log.shape != heads[:1] or dt_bias.shape != heads:
+        raise ValueError(
+            f"a_log has shape {a_log.shape} and dt_bias {dt_bias.shape}; "
+            f"gate {gate.shape} needs {heads[:1]} and {heads}."
+        )
+    options = {"segment_ids": segment_ids, "scale": scale, "chunk": chunk, "impl": impl}
+    q, k = gates.unit_length(q), gates.unit_length(k)
+    log_decay = gates.log_decay(gate, a_log, dt_bias, lower_bound)
+    beta = gates.write_strength(beta_logits)
+    if not return_transition:
+        return kda(q, k, v, log_decay, beta, initial_state=initial_state, **options)
+    return _with_transition(q, k, v, log_decay, beta, initial_state, options)
+
+
+def _with_transition(q, k, v, log_decay, beta, initial_state, options):
+    """One run of h + H columns: v from a zero state, and zero values from the unit matrix."""
+    B, _, Nv, h = v.shape
+    H = q.shape[-1]
+    values = jnp.concatenate([v, jnp.zeros((*v.shape[:3], H), v.dtype)], axis=-1)
+    unit = jnp.concatenate([jnp.zeros((H, h)), jnp.eye(H)], axis=-1).astype(log_decay.dtype)
+    unit = jnp.broadcast_to(unit, (B, Nv, H, h + H))
+    # float32 values, so that the part that meets the entry state is not rounded before it does
+    both, final = kda(
+        q, k, values.astype(log_decay.dtype), log_decay, beta, initial_state=unit, **options
+    )
+    out, exit_state, transition = both[..., :h], final[..., :h], final[..., h:]
+    final_state = exit_state
+    if initial_state is not None:
+        entry = initial_state.astype(final.dtype)
+        out += jnp.einsum("btni,bnij->btnj", both[..., h:], entry, precision="highest")
+        final_state += jnp.matmul(transition, entry, precision="highest")
+    return out.astype(v.dtype), final_state, transition, exit_state
+
+
+def _without_padding(log_decay, beta, segment_ids):
+    if segment_ids is None:
+        return log_decay, beta
+    real = segment_ids != 0
+    return jnp.where(real[..., None, None], log_decay, 0), jnp.where(real[..., None], beta, 0)
+
+
+def _check(q, k, v, log_decay, beta, segment_ids, initial_state, chunk):
+    if q.ndim != 4 or v.ndim != 4:
+        raise ValueError(f"q {q.shape} and v {v.shape} must be [B, T, heads, width].")
+    B, T, N, H = q.shape
+    Nv, h = v.shape[2:]
+    if T == 0:
+        raise ValueError("the sequence is empty (T = 0). Give at least one position.")
+    if Nv % N:
+        raise ValueError(f"v has {Nv} heads, q has {N}. Use a multiple of {N} for v.")
+    wanted = {
+        "k": (k, (B, T, N, H)),
+        "v": (v, (B, T, Nv, h)),
+        "log_decay": (log_decay, (B, T, Nv, H)),
+        "beta": (beta, (B, T, Nv)),
+        "segment_ids": (segment_ids, (B, T)),
+        "initial_state": (initial_state, (B, Nv, H, h)),
+    }
+    for name, (array, shape) in wanted.items():
+        if array is not None and array.shape != shape:
+            raise ValueError(f"{name} has shape {array.shape}; q {q.shape} and v need {shape}.")
+    if chunk < 1 or chunk & (chunk - 1):
+        raise ValueError(f"chunk={chunk} is not a power of two. Use 16, 32, 64 or 128.")
