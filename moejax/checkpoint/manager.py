@@ -1,0 +1,317 @@
+"""Checkpoints of a run: asynchronous, atomic, bounded in number, restored onto any mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from moejax.checkpoint import integrity, layout, reader
+from moejax.checkpoint.layout import CheckpointError
+from moejax.config import CheckpointConfig
+from moejax.typing import PyTree
+
+_BEST_METRIC = "eval_loss"
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A restored step. Unpacks as `state, position, config`.
+
+    Attributes:
+      state: the state, in the structure and on the mesh that was asked for.
+      position: where the data iterator stood.
+      config: the resolved config it was saved with (tuples have become lists).
+      step: the step that was read.
+      warning: one line when it is not the newest step, else None.
+    """
+
+    state: PyTree
+    position: Any
+    config: dict[str, Any]
+    step: int
+    warning: str | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.state, self.position, self.config))
+
+
+class Checkpoints:
+    """The checkpoints of one run, under `<workdir>/checkpoints/<step>`.
+
+    Nothing is written before the first `save`; reading leaves the folder as it is.
+    """
+
+    def __init__(self, workdir: str | pathlib.Path, cfg: CheckpointConfig | None = None):
+        """
+        Args:
+          workdir: the run's folder, or its `checkpoints` folder.
+          cfg: period, number kept, whether the best is kept, whether saving is asynchronous.
+        """
+        self.directory = layout.checkpoints_dir(workdir)
+        self._cfg = cfg or CheckpointConfig()
+        self._manager: ocp.CheckpointManager | None = None
+        self._keep = _Keep(self._cfg)
+        self._saved: set[int] = set()
+        self._saving: int | None = None
+        self._damaged: set[int] = set()
+
+    def all_steps(self) -> list[int]:
+        """Finished steps, ascending."""
+        return layout.steps_in(self.directory)
+
+    def latest_step(self) -> int | None:
+        """The newest finished step, None without one."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """The saved step with the lowest evaluation loss, None when none was evaluated."""
+        return _Keep(self._cfg, self._read_losses()).best(self.all_steps())
+
+    def due(self, step: int) -> bool:
+        """Whether `checkpoint.every` asks for a save after this step."""
+        return self._cfg.every > 0 and step > 0 and step % self._cfg.every == 0
+
+    def path(self, step: int) -> pathlib.Path:
+        """Folder of a step."""
+        return self.directory / str(step)
+
+    def save(
+        self,
+        step: int,
+        state_tree: Mapping[str, PyTree],
+        *,
+        position: Any,
+        config: Mapping[str, Any],
+        metrics: Mapping[str, Any] | None = None,
+        force: bool = False,
+    ) -> bool:
+        """Saves a step; returns once the arrays are copied, so that they may be donated.
+
+        A step on disk from an earlier run (a damaged one, or one passed again after going back)
+        is replaced.
+
+        Args:
+          step: number of finished training steps.
+          state_tree: {"params": ..., other parts}: pytrees of arrays on any mesh.
+          position: data iterator state, of JSON types and bytes.
+          config: resolved config as nested dictionaries.
+          metrics: `eval_loss`, when present and finite, decides which step is the best.
+          force: save again a step that this object has saved already.
+        Returns:
+          Whether it was saved; False for a step saved before.
+        Raises:
+          CheckpointError: the folder cannot be written, or the save before this one failed.
+        """
+        if step in self._saved and not force:
+            return False
+        metrics = {k: v for k, v in (metrics or {}).items() if isinstance(v, int | float)}
+        meta = {
+            "format_version": layout.FORMAT_VERSION,
+            "step": step,
+            "config": layout.to_json(config),
+            "position": layout.to_json(position),
+            "metrics": {k: float(v) for k, v in metrics.items() if math.isfinite(v)},
+            "leaves": layout.describe(state_tree),
+        }
+        self.wait()
+        try:
+            self._write(step, state_tree, meta)
+        except (OSError, ValueError) as error:
+            raise self._unwritable(error) from error
+        if not self._cfg.asynchronous:
+            self.wait()
+        return True
+
+    def _write(self, step: int, state_tree: Mapping[str, PyTree], meta: dict[str, Any]) -> None:
+        manager = self._open()
+        if step in manager.all_steps():
+            manager.delete(step)
+        self._keep.losses[step] = meta["metrics"].get(_BEST_METRIC, math.inf)
+        self._saving = step
+        items = {
+            item: ocp.args.PyTreeSave(layout.nest(layout.named_leaves(tree)))
+            for item, tree in _split(state_tree).items()
+            if jax.tree.leaves(tree)
+        }
+        args = ocp.args.Composite(meta=ocp.args.JsonSave(meta), **items)
+        # The loop decides when; without force Orbax would skip steps below its newest.
+        manager.save(step, args=args, force=True)
+        self._saved.add(step)
+
+    def restore(
+        self, step: int | None, abstract_state_tree: Mapping[str, PyTree], *, fallback: bool = False
+    ) -> Restored:
+        """Reads a step onto the mesh of `abstract_state_tree`.
+
+        Args:
+          step: which one; None is the newest.
+          abstract_state_tree: what `save` was given, as jax.ShapeDtypeStruct with shardings.
+          fallback: when the newest step is damaged, go on to the one before (never when `step`
+            is given), and set the damaged ones aside at the next save.
+        Raises:
+          CheckpointError: no checkpoint, a damaged one (the line offers the previous good one),
+            other leaves or shapes, another format version.
+        """
+        self.wait()
+        if step is not None:
+            return self._restore_step(step, abstract_state_tree)
+        directory, _ = layout.locate(self.directory)
+        bad: list[reader.DamagedError] = []
+        for candidate in reversed(layout.steps_in(directory)):
+            try:
+                restored = self._restore_step(candidate, abstract_state_tree)
+            except reader.DamagedError as error:
+                if not fallback:
+                    raise CheckpointError(self._offer(error)) from error
+                bad.append(error)
+                continue
+            self._damaged = {int(error.step_dir.name) for error in bad}
+            warning = " ".join(map(str, bad)) + f" Going on from {self.path(candidate)}."
+            return dataclasses.replace(restored, warning=warning if bad else None)
+        raise CheckpointError(f"{bad[0]} No earlier checkpoint can be read either.")
+
+    def _restore_step(self, step: int, abstract: Mapping[str, PyTree]) -> Restored:
+        where = self.path(step)
+        if not where.is_dir() and self.all_steps():
+            raise CheckpointError(
+                f"no checkpoint of step {step} in {self.directory}: it has {self.all_steps()}."
+            )
+        meta = reader.read_meta(where)
+        layout.check_leaves(str(where), meta["leaves"], layout.describe(abstract))
+        items = reader.read_arrays(where, _split(abstract))
+        position = layout.from_json(meta["position"])
+        return Restored(_join(items, abstract), position, meta["config"], step)
+
+    def _offer(self, error: reader.DamagedError) -> str:
+        bad = int(error.step_dir.name)
+        for step in reversed([s for s in self.all_steps() if s < bad]):
+            if integrity.damage(self.path(step)) is None:
+                return f"{error} The previous one is {self.path(step)}: delete {bad} to use it."
+        return f"{error} There is no earlier one: delete {bad} to start anew."
+
+    @staticmethod
+    def restore_weights(path: str | pathlib.Path, abstract_params: PyTree) -> PyTree:
+        """Only the weights, from a workdir, a folder of steps (its newest), or one step.
+
+        Dtypes are those of `abstract_params`, whatever was saved.
+
+        Raises:
+          CheckpointError: as `restore`.
+        """
+        directory, step = layout.locate(path)
+        source = Checkpoints(directory)
+        where = source.path(layout.steps_in(directory)[-1] if step is None else step)
+        wanted = layout.describe({"params": abstract_params})
+        try:
+            saved = reader.read_meta(where)["leaves"]
+            saved = {name: leaf for name, leaf in saved.items() if name.startswith("params/")}
+            layout.check_leaves(str(where), saved, wanted, dtypes=False)
+            return reader.read_arrays(where, {"params": abstract_params})["params"]
+        except reader.DamagedError as error:
+            raise CheckpointError(source._offer(error)) from error
+
+    def wait(self) -> None:
+        """Returns when the save in progress is on disk. Raises CheckpointError if it failed."""
+        if self._manager is None:
+            return
+        try:
+            self._manager.wait_until_finished()
+        except (OSError, ValueError) as error:
+            raise self._unwritable(error) from error
+
+    def close(self) -> None:
+        """Finishes the save in progress and frees the threads."""
+        self.wait()
+        if self._manager is not None:
+            self._manager.close()
+            self._manager = None
+
+    def _open(self) -> ocp.CheckpointManager:
+        """The writing manager, made at the first save: it clears what a killed save left."""
+        self._set_aside()
+        if self._manager is None:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._keep.losses = self._read_losses()
+            options = ocp.CheckpointManagerOptions(
+                create=False,
+                cleanup_tmp_directories=True,
+                async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
+                preservation_policy=self._keep,
+            )
+            self._manager = ocp.CheckpointManager(self.directory, options=options)
+        return self._manager
+
+    def _seal(self) -> None:
+        """Adds the checksums to the step being finished.
+
+        Orbax calls this on its saving thread when all files are written and before it renames the
+        step, so that the checksums are part of the same atomic commit.
+        """
+        if jax.process_index() == 0:
+            for unfinished in self.directory.glob(f"{self._saving}.orbax-checkpoint-tmp*"):
+                integrity.write_checksums(unfinished)
+
+    def _set_aside(self) -> None:
+        """Renames the damaged steps a fall-back passed over: they count as steps no more."""
+        damaged, self._damaged = self._damaged, set()
+        for step in damaged if jax.process_index() == 0 else ():
+            target = self.directory / f"{step}.damaged"
+            if self.path(step).exists() and not target.exists():
+                self.path(step).rename(target)
+        if damaged and self._manager is not None:
+            self._manager.reload()
+
+    def _read_losses(self) -> dict[int, float]:
+        """Evaluation loss of each step on disk that can be read and has one."""
+        losses = {}
+        for step in self.all_steps():
+            try:
+                meta = reader.read_meta(self.path(step), verify=False)
+                losses[step] = meta["metrics"][_BEST_METRIC]
+            except (CheckpointError, KeyError):
+                continue
+        return losses
+
+    def _unwritable(self, error: BaseException) -> CheckpointError:
+        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        return CheckpointError(f"checkpoints cannot be written to {self.directory}: {reason}.")
+
+
+class _Keep:
+    """Which steps stay: the newest `keep`, multiples of `keep_every`, the best."""
+
+    def __init__(self, cfg: CheckpointConfig, losses: dict[int, float] | None = None):
+        self._cfg = cfg
+        self.losses = losses or {}
+
+    def best(self, steps: Sequence[int]) -> int | None:
+        """The step of lowest evaluation loss, the later of equals."""
+        known = [s for s in steps if math.isfinite(self.losses.get(s, math.inf))]
+        return min(known, key=lambda s: (self.losses[s], -s), default=None)
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Orbax's question: for each checkpoint, oldest first, whether it stays."""
+        steps = [info.step for info in checkpoints]
+        kept = set(sorted(steps)[-self._cfg.keep :])
+        if self._cfg.keep_every:
+            kept |= {s for s in steps if s % self._cfg.keep_every == 0}
+        if self._cfg.keep_best:
+            kept.add(self.best(steps))
+        return [s in kept for s in steps]
+
+
+def _split(state_tree: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    """Weights lie apart, so that a new run can read them alone."""
+    rest = {key: tree for key, tree in state_tree.items() if key != "params"}
+    return {"params": state_tree["params"], "rest": rest}
+
+
+def _join(items: Mapping[str, PyTree], like: Mapping[str, PyTree]) -> dict[str, PyTree]:
+    parts = {"params": items["params"], **items["rest"]}
+    return {key: parts[key] for key in like}
