@@ -1,0 +1,118 @@
+"""Documents into rows of fixed length, without padding in between and with nothing that crosses a border.
+
+A document is its tokens and eos. Documents stand one behind the other in a stream, in some order, and row r is the
+stream's tokens [r T, (r+1) T). A document longer than what is left of a row goes on in the next one, as a segment
+of its own. Any row can so be made alone, from the documents' lengths.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Int
+
+from moejax.data.sources import Corpus
+from moejax.data.tokenize import Tokenizer
+
+IGNORED = -100
+Row = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """Tokenized documents, end to end.
+
+    Attributes:
+      tokens: int32, every document's tokens, each closed by eos.
+      starts: int64, where document i begins; one more entry than documents, the last is the number of tokens.
+      eos_id: the closing token, which also stands where a row is padded.
+    """
+
+    tokens: Int[np.ndarray, "M"]
+    starts: Int[np.ndarray, "X"]
+    eos_id: int
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def lengths(self) -> Int[np.ndarray, "X"]:
+        """Tokens of each document, eos counted."""
+        return np.diff(self.starts)
+
+    @classmethod
+    def from_token_lists(cls, documents: list[np.ndarray], eos_id: int) -> Documents:
+        """Closes each document with `eos_id` and joins them."""
+        starts = np.zeros(len(documents) + 1, np.int64)
+        np.cumsum([len(document) + 1 for document in documents], out=starts[1:])
+        tokens = np.full(starts[-1], eos_id, np.int32)
+        for start, document in zip(starts[:-1], documents, strict=True):
+            tokens[start : start + len(document)] = document
+        return cls(tokens, starts, eos_id)
+
+
+def tokenize_corpus(tokenizer: Tokenizer, corpus: Corpus) -> Documents:
+    """All documents of `corpus` as tokens, in its order."""
+    return Documents.from_token_lists(tokenizer.encode_batch(corpus.texts), tokenizer.eos_id)
+
+
+class PackedRows:
+    """The rows of one order of the documents, each made when it is asked for.
+
+    Args:
+      documents: the tokens.
+      order: document indices in stream order.
+      seq_len: T, tokens a row.
+    """
+
+    def __init__(self, documents: Documents, order: Int[np.ndarray, "X"], seq_len: int):
+        self._documents, self._order, self._seq_len = documents, order, seq_len
+        # Where in the stream each document of the order ends.
+        self._ends = np.cumsum(documents.lengths[order])
+        self.num_tokens = int(self._ends[-1]) if len(order) else 0
+        self.num_full = self.num_tokens // seq_len
+        self.num_rows = -(-self.num_tokens // seq_len)
+
+    def row(self, index: int) -> Row:
+        """Row `index` of `num_rows`; the last one, where short, is padded in front.
+
+        Returns:
+          int32 arrays [T]: `tokens`; `segment_ids`, 1, 2, ... along the row, 0 for padding (which stands in front
+          because ids must not decrease); `labels`, the next token of the same segment, -100 where there is none.
+        """
+        pieces = self._pieces(index)
+        lengths = np.array([len(piece) for piece in pieces])
+        padding = self._seq_len - lengths.sum()
+        tokens = np.concatenate([np.full(padding, self._documents.eos_id, np.int32), *pieces])
+        segment_ids = np.repeat(np.arange(len(pieces) + 1, dtype=np.int32), [padding, *lengths])
+        return {"tokens": tokens, "segment_ids": segment_ids, "labels": next_token_labels(tokens, segment_ids)}
+
+    def _pieces(self, index: int) -> list[np.ndarray]:
+        """The parts of documents that stand in row `index`."""
+        if not 0 <= index < self.num_rows:
+            raise IndexError(f"row {index} of {self.num_rows}")
+        at, stop = index * self._seq_len, min((index + 1) * self._seq_len, self.num_tokens)
+        place, pieces = int(np.searchsorted(self._ends, at, side="right")), []
+        while at < stop:
+            end = int(self._ends[place])
+            # Counted back from the document's end, its place in the stream needs no second table.
+            source = int(self._documents.starts[self._order[place] + 1]) - (end - at)
+            size = min(end, stop) - at
+            pieces.append(self._documents.tokens[source : source + size])
+            at, place = at + size, place + 1
+        return pieces
+
+
+def next_token_labels(tokens: Int[np.ndarray, "T"], segment_ids: Int[np.ndarray, "T"]) -> Int[np.ndarray, "T"]:
+    """labels_t = tokens_{t+1} where both stand in one segment that is no padding, else -100."""
+    labels = np.full_like(tokens, IGNORED)
+    same = (segment_ids[1:] == segment_ids[:-1]) & (segment_ids[:-1] > 0)
+    labels[:-1][same] = tokens[1:][same]
+    return labels
+
+
+def padding_row(seq_len: int, eos_id: int) -> Row:
+    """A row that is padding throughout and has no label."""
+    zeros = np.zeros(seq_len, np.int32)
+    return {"tokens": zeros + np.int32(eos_id), "segment_ids": zeros, "labels": zeros + np.int32(IGNORED)}

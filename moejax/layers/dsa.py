@@ -1,0 +1,100 @@
+"""DSA: gated MLA restricted to the keys a lightning indexer selects, and the indexer's own loss (section 4)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.config import ConfigError, DsaConfig, MlaConfig
+from moejax.layers.mla import Latents, Mla
+from moejax.layers.norm import layer_norm
+from moejax.layers.param import use, vector, weight, wide
+from moejax.layers.rope import rotate
+from moejax.partitioning import batch_local
+from pallas_kernels.indexer_kl import indexer_kl
+from pallas_kernels.lightning_indexer import lightning_indexer
+from pallas_kernels.sparse_flash_attention import sparse_flash_attention, sparse_max_logit
+
+
+class Indexer(nnx.Module):
+    """Lightning indexer: few small query heads, one key head, a weight a head. Its rotated dims come first."""
+
+    def __init__(self, dim: int, cfg: DsaConfig, mla: MlaConfig, std: float, rngs: nnx.Rngs):
+        self.cfg, self.mla = cfg, mla
+        self.q = weight(rngs, (mla.q_latent, cfg.num_heads * cfg.head_dim), ("latent", None), std=std)
+        self.k = weight(rngs, (dim, cfg.head_dim), ("embed", None), std=std)
+        self.weights = weight(rngs, (dim, cfg.num_heads), ("embed", None), std=std)
+        self.k_norm = vector(jnp.ones(cfg.head_dim), (None,))
+        self.k_norm_bias = vector(jnp.zeros(cfg.head_dim), (None,))
+
+    def __call__(self, x_BTD: jax.Array, q_latent_BTQ: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Index queries [B,T,U,u], keys [B,T,u], raw float32 head weights [B,T,U]."""
+        dtype, full = x_BTD.dtype, wide(x_BTD.dtype)
+        B, T, _ = x_BTD.shape
+        q_BTUu = (q_latent_BTQ @ use(self.q, dtype)).reshape(B, T, self.cfg.num_heads, self.cfg.head_dim)
+        k_BTu = x_BTD @ use(self.k, dtype)
+        k_BTu = layer_norm(k_BTu, use(self.k_norm, full), use(self.k_norm_bias, full), self.cfg.k_norm_eps)
+        w_BTU = x_BTD.astype(full) @ use(self.weights, full)
+        return self._turn(q_BTUu), self._turn(k_BTu[:, :, None])[:, :, 0], w_BTU
+
+    def _turn(self, x_BTUu: jax.Array) -> jax.Array:
+        if self.cfg.rope == "none":
+            return x_BTUu
+        R = self.mla.rope_dim
+        return jnp.concatenate([rotate(x_BTUu[..., :R], self.mla, self.cfg.rope), x_BTUu[..., R:]], -1)
+
+
+class Dsa(Mla):
+    """MLA with an indexer. Stage `warmup`: dense attention, only the indexer learns; `sparse`: top-k attention and
+    the indexer learns from its KL; `frozen`: top-k attention, the indexer is left as it is."""
+
+    def __init__(self, dim: int, cfg: MlaConfig, dsa: DsaConfig, std: float, rngs: nnx.Rngs, **options):
+        super().__init__(dim, cfg, std, rngs, **options)
+        if not cfg.q_latent:
+            raise ConfigError("DSA layers need model.mla.q_latent > 0: the indexer reads the query latent.")
+        if dsa.rope != "none" and dsa.head_dim < cfg.rope_dim:
+            raise ConfigError(
+                f"model.dsa.head_dim={dsa.head_dim} is less than the model.mla.rope_dim={cfg.rope_dim} dims it "
+                "rotates. Make it larger, or set model.dsa.rope='none'."
+            )
+        self.dsa = dsa
+        self.indexer = Indexer(dim, dsa, cfg, std, rngs)
+
+    def attend(self, x_BTD: jax.Array, parts: Latents, segment_ids_BT: jax.Array) -> tuple[jax.Array, dict]:
+        dtype = x_BTD.dtype
+        assert parts.q_latent_BTQ is not None  # checked when the layer was built
+        # The language loss must not train the indexer, nor its KL anything else: cut at its inputs.
+        index = self.indexer(jax.lax.stop_gradient(x_BTD), jax.lax.stop_gradient(parts.q_latent_BTQ))
+        body = self._warmup if self.dsa.stage == "warmup" else self._sparse
+        run = batch_local(body, (0,) * 8)
+        args = (*index, *parts[:4], segment_ids_BT, use(self.k_b, dtype), use(self.v_b, dtype))
+        out_BTNh, kl_B, top = run(*args)
+        return out_BTNh, {"indexer_kl": jnp.sum(kl_B), **self._max_aux(top)}
+
+    def _warmup(self, q_idx, k_idx, w_idx, q, q_rope, latent, k_rope, segment_ids, k_b, v_b):
+        out, lse, top = self._dense(q, q_rope, latent, k_rope, segment_ids, k_b, v_b)
+        q_latent = jnp.einsum("btnh,cnh->btnc", q, k_b)
+        main = jax.lax.stop_gradient((q_latent, q_rope, latent, k_rope, lse))
+        kl_BT = indexer_kl(q_idx, k_idx, w_idx, *main, scale=self.scale, segment_ids=segment_ids)
+        return out, _row_sums(kl_BT, segment_ids), top
+
+    def _sparse(self, q_idx, k_idx, w_idx, q, q_rope, latent, k_rope, segment_ids, k_b, v_b):
+        stopped = jax.lax.stop_gradient((q_idx, k_idx, w_idx))
+        indices = lightning_indexer(*stopped, top_k=self.dsa.top_k, segment_ids=segment_ids)
+        q_latent = jnp.einsum("btnh,cnh->btnc", q, k_b)
+        absorbed = (q_latent, q_rope, latent, k_rope)
+        out_BTNC, lse = sparse_flash_attention(*absorbed, indices, scale=self.scale)
+        out = jnp.einsum("btnc,cnh->btnh", out_BTNC.astype(v_b.dtype), v_b, preferred_element_type=lse.dtype)
+        kl_B, top = jnp.zeros(segment_ids.shape[:1], lse.dtype), jnp.zeros((1, 0))
+        if self.dsa.stage == "sparse":
+            main = jax.lax.stop_gradient((*absorbed, lse))
+            kl_BT = indexer_kl(q_idx, k_idx, w_idx, *main, scale=self.scale, indices=indices, segment_ids=segment_ids)
+            kl_B = _row_sums(kl_BT, segment_ids)
+        if self.track_max_logit:
+            top = sparse_max_logit(*absorbed, indices, scale=self.scale)[None]
+        return out, kl_B, top
+
+
+def _row_sums(kl_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.where(segment_ids_BT > 0, kl_BT, 0), axis=1)

@@ -1,0 +1,25 @@
+"""Token embedding and the output head (one table [V, D] each)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.layers.param import use, weight
+from moejax.partitioning import batch_local
+from moejax.typing import Array, Float, Int
+
+
+class Embed(nnx.Module):
+    """A [V, D] table: rows by token id. No scaling (architecture section 1.2)."""
+
+    def __init__(self, vocab_size: int, dim: int, std: float, rngs: nnx.Rngs):
+        self.table = weight(rngs, (vocab_size, dim), ("vocab", "embed"), std=std, matrix=None)
+
+    def __call__(self, tokens_BT: Int[Array, "B T"], dtype: jnp.dtype) -> Float[Array, "B T D"]:
+        return batch_local(_rows, (0,))(tokens_BT, use(self.table, dtype))
+
+
+def _rows(tokens_BT: jax.Array, table_VD: jax.Array) -> jax.Array:
+    return table_VD[tokens_BT]

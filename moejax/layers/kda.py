@@ -1,0 +1,96 @@
+"""The KDA layer: projections, short convolution, delta rule, gated norm (architecture section 2.2)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.config import KdaConfig
+from moejax.layers.param import use, vector, weight, wide
+from moejax.partitioning import batch_local
+from pallas_kernels.gated_norm import gated_norm
+from pallas_kernels.kda import kda_fused
+from pallas_kernels.short_conv import short_conv
+
+
+def init_dt_bias(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """``log(e^dt - 1)`` with dt log-uniform in [1e-3, 0.1] and at least 1e-4, so that softplus gives dt back."""
+    low, high = jnp.log(1e-3), jnp.log(0.1)
+    dt = jnp.maximum(jnp.exp(jax.random.uniform(key, shape, minval=low, maxval=high)), 1e-4)
+    return jnp.log(jnp.expm1(dt))
+
+
+class Kda(nnx.Module):
+    """Kimi Delta Attention over a packed row. Reads [B, T, D], gives [B, T, D]."""
+
+    def __init__(self, dim: int, cfg: KdaConfig, eps: float, std: float, rngs: nnx.Rngs):
+        N, H, h = cfg.num_heads, cfg.head_dim, cfg.value_head_dim
+        self.cfg, self.eps = cfg, eps
+        head = {"std": std, "matrix": (-3, -1), "head_axis": -2}
+        self.q = weight(rngs, (dim, N, H), ("embed", "heads", None), **head)
+        self.k = weight(rngs, (dim, N, H), ("embed", "heads", None), **head)
+        self.v = weight(rngs, (dim, N, h), ("embed", "heads", None), **head)
+        bound = cfg.conv_size**-0.5  # the usual uniform start of a depthwise convolution
+
+        def taps(width: int) -> nnx.Param:
+            shape = (cfg.conv_size, N, width)
+            return vector(jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound), (None, "heads", None))
+
+        self.q_conv, self.k_conv, self.v_conv = taps(H), taps(H), taps(h)
+        if cfg.decay_rank:
+            self.decay_a = weight(rngs, (dim, cfg.decay_rank), ("embed", None), std=std)
+            self.decay_b = weight(rngs, (cfg.decay_rank, N * H), ("latent", "heads"), std=std)
+        else:
+            self.decay = weight(rngs, (dim, N * H), ("embed", "heads"), std=std)
+        self.beta = weight(rngs, (dim, N), ("embed", "heads"), std=std, matrix=None)
+        softplus = cfg.gate == "softplus"
+        uniform = jax.random.uniform(rngs.params(), (N,), minval=1.0, maxval=16.0)
+        self.a_log = vector(jnp.log(uniform) if softplus else jnp.zeros(N), ("heads",))
+        self.dt_bias = vector(init_dt_bias(rngs.params(), (N, H)), ("heads", None))
+        if cfg.output_gate == "full":
+            self.gate = weight(rngs, (dim, N * h), ("embed", "heads"), std=std)
+        else:
+            self.gate_a = weight(rngs, (dim, cfg.output_gate_rank), ("embed", None), std=std)
+            self.gate_b = weight(rngs, (cfg.output_gate_rank, N * h), ("latent", "heads"), std=std)
+        self.o_norm = vector(jnp.ones(h), (None,))
+        self.o = weight(rngs, (N * h, dim), ("heads", "embed"), std=std)
+
+    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, dict]:
+        cfg, dtype, full = self.cfg, x_BTD.dtype, wide(x_BTD.dtype)
+        B, T, _ = x_BTD.shape
+        qkv = [jnp.einsum("btd,dnh->btnh", x_BTD, use(w, dtype)) for w in (self.q, self.k, self.v)]
+        taps = [use(w, full) for w in (self.q_conv, self.k_conv, self.v_conv)]
+        decay_BTNH = self._low_rank(x_BTD, "decay").reshape(B, T, cfg.num_heads, cfg.head_dim)
+        beta_BTN = x_BTD @ use(self.beta, dtype)
+        gate_BTNh = self._low_rank(x_BTD, "gate").reshape(B, T, cfg.num_heads, cfg.value_head_dim)
+        mix = batch_local(self._attend, (0,) * 7)
+        y_BTNh = mix(
+            *qkv, decay_BTNH, beta_BTN, gate_BTNh, segment_ids_BT, *taps,
+            use(self.a_log, full), use(self.dt_bias, full), use(self.o_norm, full),
+        )  # fmt: skip
+        return y_BTNh.reshape(B, T, -1) @ use(self.o, dtype), {}
+
+    def _low_rank(self, x_BTD: jax.Array, name: str) -> jax.Array:
+        """x through one map, or through its two low-rank factors where the config has them."""
+        dtype = x_BTD.dtype
+        if hasattr(self, name):
+            return x_BTD @ use(getattr(self, name), dtype)
+        return x_BTD @ use(getattr(self, name + "_a"), dtype) @ use(getattr(self, name + "_b"), dtype)
+
+    def _attend(self, q, k, v, decay, beta, gate, segment_ids, q_taps, k_taps, v_taps, a_log, dt_bias, o_norm):
+        """Everything between the projections, one row at a time: convolution, delta rule, gated norm."""
+        q, k, v = (
+            _conv(x, taps, segment_ids) for x, taps in ((q, q_taps), (k, k_taps), (v, v_taps))
+        )
+        bound = self.cfg.gate_lower_bound if self.cfg.gate == "bounded" else None
+        out_BTNh, _ = kda_fused(
+            q, k, v, decay, beta, a_log, dt_bias, lower_bound=bound, segment_ids=segment_ids, chunk=self.cfg.chunk
+        )
+        return gated_norm(out_BTNh, gate, o_norm, eps=self.eps)
+
+
+def _conv(x_BTNH: jax.Array, taps_KNH: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+    B, T, N, H = x_BTNH.shape
+    y, _ = short_conv(x_BTNH.reshape(B, T, N * H), taps_KNH.reshape(-1, N * H), segment_ids=segment_ids_BT)
+    return y.reshape(B, T, N, H)

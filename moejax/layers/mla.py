@@ -1,0 +1,99 @@
+"""Gated multi-head latent attention in its expanded form (architecture section 3)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.config import MlaConfig
+from moejax.layers.norm import RmsNorm
+from moejax.layers.param import use, weight, wide
+from moejax.layers.rope import rotate, softmax_scale_factor
+from moejax.partitioning import batch_local
+from pallas_kernels.mla_attention import max_logit, mla_attention
+
+
+class Latents(NamedTuple):
+    """What attention needs of a layer input: queries by head, and one key-value latent for all heads."""
+
+    q_BTNH: jax.Array  # content part of the queries
+    q_rope_BTNR: jax.Array  # rotated (or, without positions, plain) part
+    latent_BTC: jax.Array  # normed key-value latent
+    k_rope_BTR: jax.Array
+    q_latent_BTQ: jax.Array | None  # normed query latent, which an indexer reads
+
+
+class Mla(nnx.Module):
+    """Reads [B, T, D] and segment ids, gives [B, T, D] and a dict of auxiliary values."""
+
+    def __init__(self, dim: int, cfg: MlaConfig, std: float, rngs: nnx.Rngs, *, track_max_logit: bool = False):
+        N, H, R, C, h = cfg.num_heads, cfg.nope_dim, cfg.rope_dim, cfg.kv_latent, cfg.value_dim
+        self.cfg, self.track_max_logit = cfg, track_max_logit
+        self.scale = (H + R) ** -0.5 * softmax_scale_factor(cfg)
+        head: dict[str, Any] = {"std": std, "matrix": (-3, -1), "head_axis": -2}
+        if cfg.q_latent:
+            self.q_a = weight(rngs, (dim, cfg.q_latent), ("embed", None), std=std)
+            self.q_norm = RmsNorm(cfg.q_latent, cfg.latent_eps)
+            self.q_b = weight(rngs, (cfg.q_latent, N, H + R), ("latent", "heads", None), **head)
+        else:
+            self.q = weight(rngs, (dim, N, H + R), ("embed", "heads", None), **head)
+        self.kv_a = weight(rngs, (dim, C + R), ("embed", None), std=std)
+        self.kv_norm = RmsNorm(C, cfg.latent_eps)
+        self.k_b = weight(rngs, (C, N, H), ("latent", "heads", None), **head)
+        self.v_b = weight(rngs, (C, N, h), ("latent", "heads", None), **head)
+        if cfg.output_gate != "none":
+            width = N * h if cfg.output_gate == "elementwise" else N
+            self.gate = weight(rngs, (dim, width), ("embed", "heads"), std=std)
+        self.o = weight(rngs, (N * h, dim), ("heads", "embed"), std=std)
+
+    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, dict]:
+        parts = self.latents(x_BTD)
+        out_BTNh, aux = self.attend(x_BTD, parts, segment_ids_BT)
+        return self.project_out(x_BTD, out_BTNh), aux
+
+    def latents(self, x_BTD: jax.Array) -> Latents:
+        """Queries and latents of every position, rotated where the config rotates."""
+        cfg, dtype = self.cfg, x_BTD.dtype
+        source, q_latent = x_BTD, None
+        if cfg.q_latent:
+            source = q_latent = self.q_norm(x_BTD @ use(self.q_a, dtype))
+        q_BTNH = jnp.einsum("btq,qnh->btnh", source, use(self.q_b if cfg.q_latent else self.q, dtype))
+        both_BTC = x_BTD @ use(self.kv_a, dtype)
+        latent_BTC = self.kv_norm(both_BTC[..., : cfg.kv_latent])
+        k_rope_BT1R = rotate(both_BTC[..., None, cfg.kv_latent :], cfg, cfg.rope)
+        q_rope_BTNR = rotate(q_BTNH[..., cfg.nope_dim :], cfg, cfg.rope)
+        return Latents(q_BTNH[..., : cfg.nope_dim], q_rope_BTNR, latent_BTC, k_rope_BT1R[..., 0, :], q_latent)
+
+    def attend(self, x_BTD: jax.Array, parts: Latents, segment_ids_BT: jax.Array) -> tuple[jax.Array, dict]:
+        """Softmax attention over all visible keys: float32 [B, T, N, h], and the largest logit where asked."""
+        dtype = x_BTD.dtype
+        run = batch_local(self._dense, (0,) * 5)
+        out, _, top = run(*parts[:4], segment_ids_BT, use(self.k_b, dtype), use(self.v_b, dtype))
+        return out, self._max_aux(top)
+
+    def _dense(self, q_BTNH, q_rope_BTNR, latent_BTC, k_rope_BTR, segment_ids_BT, k_b_CNH, v_b_CNh):
+        """Expanded attention of local rows: output, log-sum-exp, largest logit [1, N] (empty when not tracked)."""
+        k_BTNH = jnp.einsum("btc,cnh->btnh", latent_BTC, k_b_CNH)
+        v_BTNh = jnp.einsum("btc,cnh->btnh", latent_BTC, v_b_CNh)
+        k_rope_BTNR = jnp.broadcast_to(k_rope_BTR[:, :, None], q_rope_BTNR.shape)
+        q = jnp.concatenate([q_BTNH, q_rope_BTNR], -1)
+        k = jnp.concatenate([k_BTNH, k_rope_BTNR], -1)
+        out, lse = mla_attention(q, k, v_BTNh, scale=self.scale, segment_ids=segment_ids_BT)
+        top = jnp.zeros((1, 0))
+        if self.track_max_logit:
+            top = max_logit(q, k, scale=self.scale, segment_ids=segment_ids_BT)[None]
+        return out, lse, top
+
+    def _max_aux(self, top_ZN: jax.Array) -> dict:
+        return {"max_logit": jnp.max(top_ZN, axis=0)} if self.track_max_logit else {}
+
+    def project_out(self, x_BTD: jax.Array, out_BTNh: jax.Array) -> jax.Array:
+        """Gate in float32, one rounding, output projection."""
+        dtype = x_BTD.dtype
+        if self.cfg.output_gate != "none":
+            logits = (x_BTD @ use(self.gate, dtype)).astype(wide(dtype))
+            out_BTNh = out_BTNh * jax.nn.sigmoid(logits).reshape(*out_BTNh.shape[:3], -1)
+        return out_BTNh.astype(dtype).reshape(*x_BTD.shape[:2], -1) @ use(self.o, dtype)

@@ -1,0 +1,34 @@
+"""The routed experts' weights, and their pass over rows sorted by expert."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from moejax.config import FfnConfig, MoeConfig
+from moejax.layers.param import use, weight
+from pallas_kernels.grouped_matmul import grouped_matmul
+
+
+class Experts(nnx.Module):
+    """E gated feed-forward experts of inner width F on width L."""
+
+    def __init__(self, width: int, cfg: MoeConfig, ffn: FfnConfig, std: float, rngs: nnx.Rngs):
+        E, F = cfg.num_experts, cfg.expert_dim
+        self.activation = ffn.activation
+        self.betas = (ffn.situ_beta, ffn.situ_linear_beta)
+        up_axes = ("experts", "expert_embed", None, "ffn")
+        self.gate_up = weight(rngs, (E, width, 2, F), up_axes, std=std, matrix=(-3, -1))
+        self.down = weight(rngs, (E, F, width), ("experts", "ffn", "expert_embed"), std=std)
+
+    def weights(self, dtype) -> dict[str, jax.Array]:
+        """Weights as the exchange carries them: experts on dim 0, compute dtype."""
+        return {"gate_up": use(self.gate_up, dtype), "down": use(self.down, dtype)}
+
+    def __call__(self, weights: dict[str, jax.Array], rows_RL: jax.Array, group_sizes_e: jax.Array) -> jax.Array:
+        """Each row through its expert; rows past the last group give 0."""
+        gate_up = weights["gate_up"].reshape(*weights["gate_up"].shape[:2], -1)
+        hidden_RF = grouped_matmul(
+            rows_RL, gate_up, group_sizes_e, activation=self.activation, situ_betas=self.betas
+        )
+        return grouped_matmul(hidden_RF, weights["down"], group_sizes_e)

@@ -1,0 +1,101 @@
+"""Stable LatentMoE, and plain MoE as its case without a latent (architecture section 5)."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.config import FfnConfig, MoeConfig
+from moejax.layers.ffn import Glu
+from moejax.layers.moe.balance import aux_loss_rows, histogram
+from moejax.layers.moe.experts import Experts
+from moejax.layers.moe.router import Router
+from moejax.layers.norm import RmsNorm
+from moejax.layers.param import use, weight
+from moejax.partitioning import batch_local
+from moejax.partitioning.expert_exchange import exchange_experts
+from pallas_kernels.permute import plan_permute
+
+
+class LatentMoe(nnx.Module):
+    """Router on the full width, experts on a latent, shared experts on the full width again."""
+
+    def __init__(self, dim: int, cfg: MoeConfig, ffn: FfnConfig, eps: float, std: float, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.router = Router(dim, cfg, std, rngs)
+        if cfg.latent_dim:
+            self.latent_down = weight(rngs, (dim, cfg.latent_dim), ("embed", None), std=std)
+            self.latent_up = weight(rngs, (cfg.latent_dim, dim), (None, "embed"), std=std)
+            if cfg.latent_norm:
+                self.latent_norm = RmsNorm(cfg.latent_dim, eps)
+        self.experts = Experts(cfg.latent_dim or dim, cfg, ffn, std, rngs)
+        if cfg.num_shared:
+            self.shared = Glu(dim, cfg.num_shared * cfg.expert_dim, ffn, std, rngs)
+
+    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, dict]:
+        cfg, dtype = self.cfg, x_BTD.dtype
+        valid_BT = segment_ids_BT > 0
+        ids_BTA, weights_BTA, scores_BTE = self.router(x_BTD)
+        aux = self._balance_aux(ids_BTA, scores_BTE, valid_BT)
+        # Padding goes to no expert; so do, where a capacity is set, the tokens past it (and those are counted).
+        sent_BTA = jnp.where(valid_BT[..., None], ids_BTA, cfg.num_experts)
+        if cfg.capacity_factor:
+            kept_BTA = batch_local(self._within_capacity, (0,))(sent_BTA)
+            aux["dropped"] = jnp.sum((kept_BTA != sent_BTA), dtype=jnp.int32)
+            sent_BTA = kept_BTA
+        latent_BTL = x_BTD @ use(self.latent_down, dtype) if cfg.latent_dim else x_BTD
+        routed_BTL, stats = exchange_experts(
+            latent_BTL, sent_BTA, weights_BTA, self.experts.weights(dtype), self.experts,
+            num_experts=cfg.num_experts, exchange=cfg.exchange, buffer_factor=cfg.buffer_factor,
+        )  # fmt: skip
+        aux["rounds"] = stats.rounds
+        return self._finish(x_BTD, routed_BTL), aux
+
+    def _finish(self, x_BTD: jax.Array, routed_BTL: jax.Array) -> jax.Array:
+        out = routed_BTL
+        if self.cfg.latent_dim:
+            out = self.latent_norm(out) if self.cfg.latent_norm else out
+            out = out @ use(self.latent_up, x_BTD.dtype)
+        return out + self.shared(x_BTD) if self.cfg.num_shared else out
+
+    def _balance_aux(self, ids_BTA, scores_BTE, valid_BT) -> dict:
+        """Load of every expert, and what the chosen balancing needs; summed over the batch, without gradient."""
+        measure = batch_local(self._measure, (0,) * 3)
+        bias_E = self.router.bias[...]
+        load_ZE, counts_ZEb = measure(ids_BTA, jax.lax.stop_gradient(scores_BTE), valid_BT, bias_E)
+        aux = {"load": load_ZE.sum(0), "dropped": jnp.zeros((), jnp.int32)}
+        if self.cfg.balance == "quantile":
+            aux["bias_counts"] = counts_ZEb.sum(0)
+        if self.cfg.aux_weight or self.cfg.balance == "aux":
+            aux["aux_loss"] = jnp.sum(aux_loss_rows(scores_BTE, ids_BTA, valid_BT))
+        return aux
+
+    def _measure(self, ids_BTA, scores_BTE, valid_BT, bias_E):
+        E = self.cfg.num_experts
+        counted = jnp.broadcast_to(valid_BT[..., None], ids_BTA.shape).astype(jnp.int32)
+        load_E = jnp.zeros(E, jnp.int32).at[ids_BTA.reshape(-1)].add(counted.reshape(-1))
+        if self.cfg.balance != "quantile":
+            return load_E[None], jnp.zeros((1, E, 0), jnp.int32)
+        counts = histogram(scores_BTE.reshape(-1, E), bias_E, valid_BT.reshape(-1), self.cfg.top_k)
+        return load_E[None], counts[None]
+
+    def _within_capacity(self, ids_BTA: jax.Array) -> jax.Array:
+        """Ids with those past an expert's capacity turned to "no expert".
+
+        An expert takes at most ⌈capacity_factor · T · A / E⌉ tokens of each row, earliest first: a rule about rows, so
+        that what is dropped does not depend on the mesh.
+        """
+        _, T, A = ids_BTA.shape
+        E = self.cfg.num_experts
+        capacity = math.ceil(self.cfg.capacity_factor * T * A / E)
+
+        def one_row(ids_TA):
+            plan = plan_permute(ids_TA, E)
+            starts_E = jnp.cumsum(plan.group_sizes) - plan.group_sizes
+            rank_TA = plan.positions - starts_E[jnp.minimum(ids_TA, E - 1)]
+            return jnp.where(rank_TA < capacity, ids_TA, E)
+
+        return jax.vmap(one_row)(ids_BTA)

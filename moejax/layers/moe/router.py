@@ -1,0 +1,82 @@
+"""Choosing experts: scores, biased selection, group limits, combine weights (architecture section 5.1)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from moejax.config import MoeConfig
+from moejax.layers.param import Balance, use, weight, wide
+from moejax.typing import Array, Float, Int
+
+
+def scores_of(logits: Float[Array, "*B E"], score: str) -> Float[Array, "*B E"]:
+    """Router scores in (0, 1): sigmoid of each logit, or softmax over experts."""
+    return jax.nn.sigmoid(logits) if score == "sigmoid" else jax.nn.softmax(logits, -1)
+
+
+def route(
+    logits: Float[Array, "*B E"],
+    bias: Float[Array, "E"],
+    *,
+    top_k: int,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+    renormalize: bool = True,
+    score: str = "sigmoid",
+    weights_use_bias: bool = False,
+) -> tuple[Int[Array, "*B A"], Float[Array, "*B A"]]:
+    """The `top_k` experts of each token and their combine weights.
+
+    Selection is by score + bias, the lowest index first in ties; weights are the un-biased scores (unless
+    `weights_use_bias`), divided by their sum when `renormalize`, times `scale`. The selection has no gradient.
+
+    Args:
+      logits: float32, experts last.
+      bias: float32 balancing bias; acts on the choice only.
+      num_groups, top_groups: experts form runs of E / num_groups; only the best `top_groups` runs, ranked by the sum
+        of their two largest biased scores, stay open.
+    Returns:
+      int32 ids, float32 weights.
+    Source: DeepSeek-V3, arXiv:2412.19437; Kimi K3 report.
+    """
+    scores = scores_of(logits, score)
+    choice = lax.stop_gradient(scores + bias)
+    if num_groups > 1:
+        choice = _close_groups(choice, num_groups, top_groups)
+    _, ids = lax.top_k(choice, top_k)
+    weights = jnp.take_along_axis(scores + lax.stop_gradient(bias) if weights_use_bias else scores, ids, -1)
+    if renormalize:
+        weights = weights / (jnp.sum(weights, -1, keepdims=True) + 1e-20)
+    return ids, weights * scale
+
+
+def _close_groups(choice: jax.Array, num_groups: int, top_groups: int) -> jax.Array:
+    by_group = choice.reshape(*choice.shape[:-1], num_groups, -1)
+    best_two = lax.top_k(by_group, min(2, by_group.shape[-1]))[0].sum(-1)
+    _, open_groups = lax.top_k(best_two, top_groups)
+    is_open = jax.nn.one_hot(open_groups, num_groups, dtype=jnp.bool).any(-2)
+    return jnp.where(is_open[..., None], by_group, -jnp.inf).reshape(choice.shape)
+
+
+class Router(nnx.Module):
+    """Linear map to E logits in float32, and the balancing bias (state, not a parameter)."""
+
+    def __init__(self, dim: int, cfg: MoeConfig, std: float, rngs: nnx.Rngs):
+        self.cfg = cfg
+        self.weight = weight(rngs, (dim, cfg.num_experts), ("embed", "router"), std=std)
+        self.bias = Balance(jnp.zeros(cfg.num_experts, jnp.float32), axes=(None,))
+
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Ids [B,T,A], weights [B,T,A], scores [B,T,E]."""
+        cfg, full = self.cfg, wide(x_BTD.dtype)
+        logits = jnp.matmul(x_BTD.astype(full), use(self.weight, full), precision="highest")
+        ids, weights = route(
+            logits, self.bias[...], top_k=cfg.top_k, num_groups=cfg.num_groups, top_groups=cfg.top_groups,
+            scale=cfg.route_scale, renormalize=cfg.renormalize, score=cfg.score,
+            weights_use_bias=cfg.weights_use_bias,
+        )  # fmt: skip
+        return ids, weights, scores_of(logits, cfg.score)

@@ -1,0 +1,117 @@
+"""One decoder layer: attention and feed-forward, each reading a mix over depth (architecture sections 1.2 and 6)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from moejax.config import ModelConfig
+from moejax.layers.attn_res import AttnRes
+from moejax.layers.dsa import Dsa
+from moejax.layers.ffn import Glu
+from moejax.layers.kda import Kda
+from moejax.layers.mla import Mla
+from moejax.layers.moe.latent_moe import LatentMoe
+from moejax.layers.norm import RmsNorm
+from moejax.models.grouping import LayerKind
+
+
+class Residual(NamedTuple):
+    """The residual state between sublayers.
+
+    Attributes:
+      sources_XBTD: finished blocks first, then, at place `last`, the running sum; later places are zero and unused.
+        Without AttnRes there is one source, the ordinary residual stream.
+      last: int32 place of the running sum.
+    """
+
+    sources_XBTD: jax.Array
+    last: jax.Array
+
+    def running_sum(self) -> jax.Array:
+        """The source that sublayer outputs are added to, [B, T, D]."""
+        return lax.dynamic_index_in_dim(self.sources_XBTD, self.last, 0, keepdims=False)
+
+    def add(self, y_BTD: jax.Array) -> Residual:
+        """The state after a sublayer's output joined the running sum."""
+        total = self.running_sum() + y_BTD
+        return self._replace(sources_XBTD=lax.dynamic_update_index_in_dim(self.sources_XBTD, total, self.last, 0))
+
+    def close_block(self, is_border: jax.Array) -> Residual:
+        """Where `is_border`, the running sum becomes a finished block and the next (zero) place takes over."""
+        return self._replace(last=self.last + is_border.astype(jnp.int32))
+
+
+def start_residual(embedding_BTD: jax.Array, num_places: int) -> Residual:
+    """The state before layer 0: the embedding as the only source."""
+    zeros = jnp.zeros((num_places - 1, *embedding_BTD.shape), embedding_BTD.dtype)
+    return Residual(jnp.concatenate([embedding_BTD[None], zeros]), jnp.zeros((), jnp.int32))
+
+
+def num_sources(num_layers: int, block: int) -> int:
+    """Places the residual needs: embedding and every block with AttnRes, one without."""
+    return 1 + -(-num_layers // block) if block else 1
+
+
+class DecoderLayer(nnx.Module):
+    """Mix, norm, attention, add; mix, norm, feed-forward, add."""
+
+    def __init__(self, cfg: ModelConfig, kind: LayerKind, rngs: nnx.Rngs, *, track_max_logit: bool = False):
+        self.cfg, self.kind = cfg, kind
+        std, eps = cfg.init_std, cfg.norm_eps
+        self.attn_norm, self.ffn_norm = RmsNorm(cfg.dim, eps), RmsNorm(cfg.dim, eps)
+        if cfg.attn_res_block:
+            self.attn_mix, self.ffn_mix = AttnRes(cfg.dim, eps), AttnRes(cfg.dim, eps)
+        if kind.attention == "kda":
+            self.attn = Kda(cfg.dim, cfg.kda, eps, std, rngs)
+        elif kind.attention == "mla":
+            self.attn = Mla(cfg.dim, cfg.mla, std, rngs, track_max_logit=track_max_logit)
+        else:
+            self.attn = Dsa(cfg.dim, cfg.mla, cfg.dsa, std, rngs, track_max_logit=track_max_logit)
+        if kind.ffn == "dense":
+            self.ffn = Glu(cfg.dim, cfg.ffn.dim, cfg.ffn, std, rngs)
+        else:
+            self.ffn = LatentMoe(cfg.dim, cfg.moe, cfg.ffn, eps, std, rngs)
+
+    def __call__(
+        self, residual: Residual, segment_ids_BT: jax.Array, index: jax.Array, dropout_key: jax.Array | None
+    ) -> tuple[Residual, dict]:
+        """One layer.
+
+        Args:
+          residual: state before the layer.
+          segment_ids_BT: int32, 0 = padding.
+          index: int32 number of the layer in the whole model, which may be traced.
+          dropout_key: key of the step, or None without dropout.
+        Returns:
+          The state after it, and auxiliary values (losses, loads, counts) of its parts.
+        """
+        mixed = self._read(residual, "attn_mix")
+        if self.cfg.attn_res_block:  # mix first, then close the block
+            residual = residual.close_block(index % self.cfg.attn_res_block == 0)
+        x_BTD = self.attn_norm(mixed)
+        out, aux = self.attn(x_BTD, segment_ids_BT)
+        residual = residual.add(self._drop(out, dropout_key, 2 * index))
+        x_BTD = self.ffn_norm(self._read(residual, "ffn_mix"))
+        if self.kind.ffn == "dense":
+            out = self.ffn(x_BTD)
+        else:
+            out, moe_aux = self.ffn(x_BTD, segment_ids_BT)
+            aux = {**aux, **moe_aux}
+        return residual.add(self._drop(out, dropout_key, 2 * index + 1)), aux
+
+    def _read(self, residual: Residual, name: str) -> jax.Array:
+        if not self.cfg.attn_res_block:
+            return residual.running_sum()
+        return getattr(self, name)(residual.sources_XBTD, residual.last + 1)
+
+    def _drop(self, x_BTD: jax.Array, key: jax.Array | None, salt: jax.Array) -> jax.Array:
+        if key is None or not self.cfg.dropout:
+            return x_BTD
+        keep = 1.0 - self.cfg.dropout
+        mask = jax.random.bernoulli(jax.random.fold_in(key, salt), keep, x_BTD.shape)
+        return jnp.where(mask, x_BTD / keep, 0).astype(x_BTD.dtype)

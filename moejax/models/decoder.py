@@ -1,0 +1,146 @@
+"""The decoder: embedding, scanned layers, final mix and norm, head (architecture section 1.2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.config import ModelConfig
+from moejax.layers.attn_res import AttnRes
+from moejax.layers.embed import Embed
+from moejax.layers.norm import RmsNorm
+from moejax.layers.param import use
+from moejax.memory.policy import remat
+from moejax.models.block import DecoderLayer, Residual, num_sources, start_residual
+from moejax.models.grouping import LayerKind, Segment, segments_of
+from moejax.partitioning import constrain
+
+
+def layer_kinds(cfg: ModelConfig) -> tuple[LayerKind, ...]:
+    """Kind of every layer of a model."""
+    return tuple(map(LayerKind, cfg.attention_kinds(), cfg.ffn_kinds()))
+
+
+class Stack(nnx.Module):
+    """The layers of one segment: per run one module whose parameters carry [repeats, count] in front."""
+
+    def __init__(self, cfg: ModelConfig, segment: Segment, rngs: nnx.Rngs, **options):
+        self.segment = segment
+        self.runs = nnx.List([
+            _stacked_layer(cfg, run.kind, (segment.repeats, run.count), rngs, options) for run in segment.runs
+        ])  # fmt: skip
+
+    def __call__(self, residual: Residual, segment_ids_BT, dropout_key, policy: str) -> tuple[Residual, list[dict]]:
+        """All layers of the segment; per run the auxiliary values, stacked [repeats, count, ...]."""
+        split = [nnx.split(run) for run in self.runs]
+        graphs, states = [graph for graph, _ in split], [state for _, state in split]
+
+        def layer(graph, residual, state, index):
+            return nnx.merge(graph, state)(residual, segment_ids_BT, index, dropout_key)
+
+        def group(residual, repeat_states):
+            repeat, run_states = repeat_states
+            first = self.segment.first + repeat * self.segment.period
+            aux = []
+            for graph, state, run in zip(graphs, run_states, self.segment.runs, strict=True):
+                step = remat(lambda r, xs, graph=graph: layer(graph, r, *xs), policy)
+                indices = first + jnp.arange(run.count, dtype=jnp.int32)
+                residual, run_aux = _scan(step, residual, (state, indices), run.count)
+                aux.append(run_aux)
+                first += run.count
+            return residual, aux
+
+        repeats = jnp.arange(self.segment.repeats, dtype=jnp.int32)
+        return _scan(group, residual, (repeats, states), self.segment.repeats)
+
+
+def _scan(step, carry, xs, length: int):
+    """lax.scan, or the step itself when there is only one: a loop of one hides fusion and costs compile time."""
+    if length > 1:
+        return jax.lax.scan(step, carry, xs)
+    carry, aux = step(carry, jax.tree.map(lambda a: a[0], xs))
+    return carry, jax.tree.map(lambda a: a[None], aux)
+
+
+def _stacked_layer(cfg: ModelConfig, kind: LayerKind, lead: tuple[int, int], rngs: nnx.Rngs, options) -> DecoderLayer:
+    """A layer module holding the parameters of `lead` layers, each initialised from a key of its own."""
+
+    def init(key: jax.Array):
+        return nnx.split(DecoderLayer(cfg, kind, nnx.Rngs(params=key), **options))
+
+    graph, _ = nnx.split(nnx.eval_shape(lambda: DecoderLayer(cfg, kind, nnx.Rngs(params=0), **options)))
+    keys = jax.random.split(rngs.params(), lead)
+    state = jax.vmap(jax.vmap(lambda key: init(key)[1]))(keys)
+    return nnx.merge(graph, state)
+
+
+class Decoder(nnx.Module):
+    """Tokens to hidden states; the loss and sampling apply the head themselves."""
+
+    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, *, track_max_logit: bool = False):
+        self.cfg = cfg
+        self.embed = Embed(cfg.vocab_size, cfg.dim, cfg.init_std, rngs)
+        segments = segments_of(layer_kinds(cfg))
+        options = {"track_max_logit": track_max_logit}
+        self.stacks = nnx.List([Stack(cfg, segment, rngs, **options) for segment in segments])
+        if cfg.attn_res_block:
+            self.final_mix = AttnRes(cfg.dim, cfg.norm_eps)
+        self.final_norm = RmsNorm(cfg.dim, cfg.norm_eps)
+        if not cfg.tie_embeddings:
+            self.head = Embed(cfg.vocab_size, cfg.dim, cfg.init_std, rngs)
+
+    def __call__(
+        self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None, *, dtype: Any = jnp.float32,
+        remat: str = "none", dropout_key: jax.Array | None = None,
+    ) -> tuple[jax.Array, list[list[dict]]]:  # fmt: skip
+        """Hidden states after the final norm.
+
+        Args:
+          tokens_BT: int32 ids.
+          segment_ids_BT: int32 document numbers, non-decreasing along a row, 0 = padding; None = one document a row.
+          dtype: compute dtype.
+          remat: what the backward pass recomputes, see `moejax.memory.policy`.
+          dropout_key: key of this step and microbatch; None turns dropout off.
+        Returns:
+          [B, T, D] in `dtype`, and per segment and run the auxiliary values [repeats, count, ...].
+        """
+        if segment_ids_BT is None:
+            segment_ids_BT = jnp.ones_like(tokens_BT)
+        x_BTD = constrain(self.embed(tokens_BT, dtype), ("batch", "seq", "embed"))
+        residual = start_residual(x_BTD, num_sources(self.cfg.num_layers, self.cfg.attn_res_block))
+        aux = []
+        for stack in self.stacks:
+            residual, stack_aux = stack(residual, segment_ids_BT, dropout_key, remat)
+            aux.append(stack_aux)
+        if self.cfg.attn_res_block:
+            x_BTD = self.final_mix(residual.sources_XBTD, residual.last + 1)
+        else:
+            x_BTD = residual.running_sum()
+        return self.final_norm(x_BTD), aux
+
+    def head_table(self) -> nnx.Param:
+        """The [V, D] output table."""
+        return self.embed.table if self.cfg.tie_embeddings else self.head.table
+
+    def logits(self, hidden_BTD: jax.Array) -> jax.Array:
+        """Float32 logits [B, T, V] of hidden states: for tests and sampling, never for training."""
+        table_VD = use(self.head_table(), hidden_BTD.dtype)
+        full = jnp.promote_types(hidden_BTD.dtype, jnp.float32)
+        return jnp.einsum("btd,vd->btv", hidden_BTD, table_VD, preferred_element_type=full)
+
+
+def by_layer(aux: list[list[dict]], segments: tuple[Segment, ...], name: str) -> list[tuple[int, jax.Array]]:
+    """One auxiliary value of every layer that has it, as (layer number, value), in layer order."""
+    found = []
+    for segment, runs in zip(segments, aux, strict=True):
+        offset = segment.first
+        for run, values in zip(segment.runs, runs, strict=True):
+            if name in values:
+                for repeat in range(segment.repeats):
+                    for i in range(run.count):
+                        found.append((offset + repeat * segment.period + i, values[name][repeat, i]))
+            offset += run.count
+    return sorted(found, key=lambda pair: pair[0])

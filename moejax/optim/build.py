@@ -1,0 +1,101 @@
+"""The optimizer of a run, put together from its config, and where its state is stored."""
+
+from __future__ import annotations
+
+import jax
+import optax
+
+from moejax.config import OptimConfig
+from moejax.optim.adamw import adam_direction, clip_by_global_norm
+from moejax.optim.ema import parameter_ema
+from moejax.optim.groups import apply_groups, assign_groups
+from moejax.optim.muon import muon_direction
+from moejax.optim.schedule import make_schedule
+from moejax.typing import PyTree
+
+Sharding = jax.sharding.Sharding
+P = jax.sharding.PartitionSpec
+
+
+def build_optimizer(
+    cfg: OptimConfig, num_steps: int, infos: PyTree, shardings: PyTree | None = None
+) -> optax.GradientTransformation:
+    """Clip by global norm, direction by group (Muon or AdamW), decay and rate by group, average.
+
+    Args:
+      cfg: the config section.
+      num_steps: length of the schedule.
+      infos: a ParamInfo for every parameter, in the structure of the parameters.
+      shardings: NamedSharding or PartitionSpec of every parameter as stored, same structure. Only
+        a hint: with it Muon's update needs two exchanges per shape of matrix.
+    Returns:
+      An optax transformation whose state is a tree of arrays shaped as the parameters, and scalars.
+    Raises:
+      ValueError: a group override or schedule that cannot be used.
+    """
+    groups = assign_groups(cfg, infos)
+    labels = jax.tree.map(lambda group: group.kind, groups)
+    leaves = jax.tree.leaves(infos)
+    specs = _specs(shardings, len(leaves))
+    is_muon = [label == "muon" for label in jax.tree.leaves(labels)]
+    muon = muon_direction(
+        [info for info, yes in zip(leaves, is_muon, strict=True) if yes],
+        momentum=cfg.muon_momentum,
+        steps=cfg.muon_steps,
+        per_head=cfg.muon_per_head,
+        specs=[spec for spec, yes in zip(specs, is_muon, strict=True) if yes],
+    )
+    parts = [clip_by_global_norm(cfg.clip_norm)] if cfg.clip_norm else []
+    parts.append(optax.partition({"muon": muon, "adamw": adam_direction(cfg)}, labels))
+    parts.append(apply_groups(groups, make_schedule(cfg, num_steps)))
+    if cfg.ema_decay:
+        parts.append(parameter_ema(cfg.ema_decay))
+    return optax.chain(*parts)
+
+
+def _specs(shardings: PyTree | None, num_leaves: int) -> list[P | None]:
+    """PartitionSpec of every parameter, in the order of the leaves."""
+    if shardings is None:
+        return [None] * num_leaves
+    leaves = jax.tree.leaves(shardings, is_leaf=lambda node: isinstance(node, P))
+    if len(leaves) != num_leaves:
+        raise ValueError(f"{len(leaves)} shardings given for {num_leaves} parameters.")
+    return [leaf if isinstance(leaf, P) else leaf.spec for leaf in leaves]
+
+
+def state_shardings(opt_state: PyTree, params: PyTree, param_shardings: PyTree) -> PyTree:
+    """Where each leaf of an optimizer state is stored: with its parameter; scalars everywhere.
+
+    A leaf belongs to the parameter whose whole path ends the leaf's path, the longest if several.
+
+    Args:
+      opt_state: state or its ShapeDtypeStructs, from `optimizer.init` or `jax.eval_shape` of it.
+      params: parameters or their ShapeDtypeStructs.
+      param_shardings: a NamedSharding for each parameter.
+    Returns:
+      A NamedSharding for every leaf of `opt_state`, in its structure.
+    Raises:
+      ValueError: a leaf with dims that is of no parameter, or of another shape than its own.
+    """
+    known = {
+        path: (param.shape, sharding)
+        for (path, param), sharding in zip(
+            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(param_shardings), strict=True
+        )
+    }
+    mesh = jax.tree.leaves(param_shardings)[0].mesh
+    everywhere = jax.sharding.NamedSharding(mesh, P())
+
+    def of_leaf(path: tuple, leaf: jax.Array | jax.ShapeDtypeStruct) -> Sharding:
+        if not leaf.shape:
+            return everywhere
+        tails = (known[path[start:]] for start in range(len(path)) if path[start:] in known)
+        shape, sharding = next(tails, (None, None))
+        if shape != leaf.shape:
+            raise ValueError(
+                f"optimizer state {jax.tree_util.keystr(path)} of shape {leaf.shape} belongs to a "
+                f"parameter of shape {shape}; it must be a scalar or shaped as its parameter."
+            )
+        return sharding
+
+    return jax.tree_util.tree_map_with_path(of_leaf, opt_state)

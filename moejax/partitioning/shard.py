@@ -1,0 +1,72 @@
+"""From logical axes to shardings: of stored parameters, of values inside a step, of per-device code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moejax.partitioning.param_info import ParamInfo
+from moejax.partitioning.rules import BATCH_AXES, COMPUTE, STORED, fit_spec, spec_for
+
+
+def active_mesh() -> jax.sharding.AbstractMesh | None:
+    """The mesh set by ``jax.set_mesh`` when automatic sharding is in force, None outside it or inside shard_map."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or any(kind == AxisType.Manual for kind in mesh.axis_types):
+        return None
+    return mesh
+
+
+def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    """`x` laid out as the COMPUTE table says for its logical `axes`; unchanged where no mesh is active."""
+    mesh = active_mesh()
+    if mesh is None:
+        return x
+    spec = fit_spec(spec_for(axes, COMPUTE), x.shape, dict(mesh.shape))
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
+def stored_spec(info: ParamInfo, shape: tuple[int, ...], sizes: dict[str, int]) -> P:
+    """Where a parameter lives between steps: its stacked-layer dims whole, the rest by the STORED table."""
+    spec = spec_for(("layers",) * min(info.stack, 1) + (None,) * (info.stack - 1) + info.axes, STORED)
+    return fit_spec(spec, shape, sizes)
+
+
+def shardings_for(infos: Any, abstract: Any, mesh: Mesh) -> Any:
+    """NamedSharding of every parameter, from its ParamInfo and abstract value."""
+    sizes = dict(mesh.shape)
+    return jax.tree.map(
+        lambda info, leaf: NamedSharding(mesh, stored_spec(info, leaf.shape, sizes)),
+        infos,
+        abstract,
+        is_leaf=lambda node: isinstance(node, ParamInfo),
+    )
+
+
+def batch_local(fn: Callable, batch_dims: tuple[int | None, ...], *, out_dim: int = 0) -> Callable:
+    """`fn` run per device on its own rows of the batch.
+
+    Per-row operators are wrapped in this so that no partitioner has to guess how to split their loops, and so that
+    kernels see local shapes. With no active mesh it is `fn` itself.
+
+    Args:
+      fn: positional arguments only; its results all carry the batch.
+      batch_dims: which dim of each argument counts rows; None (or past the end) for an argument that is whole.
+      out_dim: which dim of every result counts rows.
+    """
+
+    def rows(dim: int | None) -> P:
+        return P() if dim is None else P(*(None,) * dim, BATCH_AXES)
+
+    def wrapped(*args):
+        if active_mesh() is None:
+            return fn(*args)
+        dims = tuple(batch_dims) + (None,) * (len(args) - len(batch_dims))
+        specs = tuple(rows(dim) for dim in dims)
+        return jax.shard_map(fn, in_specs=specs, out_specs=rows(out_dim), check_vma=False)(*args)
+
+    return wrapped
