@@ -83,7 +83,7 @@ def kda_fused(
         -a softplus(gate + dt_bias),  or with a bound  lower_bound sigmoid(a (gate + dt_bias)).
 
     Args:
-      lower_bound: below 0; None is the softplus form. The bound replaces the softplus, it is no clamp.
+      lower_bound: below 0; None is the softplus form. The bound is another function, not a clamp.
       return_transition: also return how the row acts on its entry state, S_out = M S_in + S_ext.
       Others as in `kda`.
     Returns:

@@ -1,4 +1,4 @@
-"""What stands before the recurrence: unit-length queries and keys, the decay gate, the write gate."""
+"""What stands before the recurrence: unit-length queries and keys, decay, write strength."""
 
 import jax
 import jax.numpy as jnp

@@ -7,7 +7,7 @@ from pallas_kernels.dtypes import sum_dtype
 
 
 def kda(q, k, v, log_decay, beta, *, segment_ids, initial_state, scale, chunk):
-    """Runs the recurrence of README.md with one `lax.scan` step a position; shapes as in `api.kda`."""
+    """The recurrence of README.md, one `lax.scan` step a position; shapes as in `api.kda`."""
     del chunk  # the recurrence has none
     dtype = sum_dtype(q, k, v, log_decay, beta)
     B, T, Nv, h = v.shape

@@ -1,0 +1,44 @@
+"""Gated RMSNorm: the public function, its checks and the choice of implementation."""
+
+from jaxtyping import Array, Float
+
+from pallas_kernels import choose
+from pallas_kernels.gated_norm import chunked, ref
+
+_IMPLS = {"chunked": chunked.gated_norm, "ref": ref.gated_norm}
+_ORDER = {"cpu": ("chunked",)}
+
+
+def gated_norm(
+    x: Float[Array, "*batch h"],
+    gate: Float[Array, "*batch h"],
+    weight: Float[Array, " h"],
+    *,
+    eps: float,
+    impl: str | None = None,
+) -> Float[Array, "*batch h"]:
+    """RMSNorm over the last dim, times weight, times a sigmoid gate, in float32 throughout.
+
+        y = x / sqrt(mean(x^2) + eps) * weight * sigmoid(gate)
+
+    Args:
+      x, gate: bfloat16 or float32; gate before its sigmoid.
+      weight: one for all heads.
+      eps: inside the root, at least 0.
+      impl: "chunked", "ref", "pallas"; None chooses by platform.
+    Returns:
+      y in x's dtype, rounded once.
+    Raises:
+      ValueError: shapes disagree, or eps is negative.
+      NotImplementedError: `impl` was named and cannot run these arguments.
+    Source: the output norm of Kimi Linear, arXiv:2510.26692.
+    """
+    if x.ndim == 0 or gate.shape != x.shape or weight.shape != x.shape[-1:]:
+        raise ValueError(
+            f"gate has shape {gate.shape} and weight {weight.shape}; "
+            f"x {x.shape} needs {x.shape} and {x.shape[-1:]}."
+        )
+    if not eps >= 0:
+        raise ValueError(f"eps={eps} is negative. Use e.g. 1e-5.")
+    names = choose.candidates(_IMPLS, _ORDER, impl)
+    return choose.first_that_runs(_IMPLS, names, x, gate, weight, eps=eps)
