@@ -1,0 +1,71 @@
+"""Public function: checks, defaults, choice of implementation."""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import blocks, choose
+from pallas_kernels.indexer_kl import chunked, ref
+
+_IMPLS = {"chunked": chunked.indexer_kl, "ref": ref.indexer_kl}
+_ORDER = {"cpu": ("chunked",)}
+
+
+def indexer_kl(
+    q_idx: Float[Array, "B T U u"],
+    k_idx: Float[Array, "B S u"],
+    w_idx: Float[Array, "B T U"],
+    q_latent: Float[Array, "B T N C"],
+    q_rope: Float[Array, "B T N R"],
+    latent: Float[Array, "B S C"],
+    k_rope: Float[Array, "B S R"],
+    lse: Float[Array, "B T N"],
+    *,
+    scale: float,
+    indices: Int[Array, "B T J"] | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    impl: str | None = None,
+) -> Float[Array, "B T"]:
+    """KL(p_t || softmax(I_t)) of each query, the loss that trains the lightning indexer.
+
+    p_ts = sum_n exp(z_tns - lse_tn) over heads, divided by its sum over s, where z are the main
+    attention's scores scale * (<q_latent, latent_s> + <q_rope, k_rope_s>); I as in
+    `lightning_indexer`. Both run over `indices[t]` (sparse stage) or, if None, over all keys of the
+    query's document up to t (dense warm-up). Gradient goes to q_idx, k_idx and w_idx only:
+    dI = softmax(I) - p on the set. A query with one key, or none, gives exactly 0.
+
+    Args:
+      q_idx, k_idx: bfloat16 or float32, one dtype. w_idx: raw head weights, any floating dtype.
+      q_latent, q_rope, latent, k_rope: the main attention's, one dtype.
+      lse: float32, of the main attention over the same keys.
+      scale: the main attention's factor on its scores.
+      indices: the chosen keys, distinct for a query, -1 for an empty slot; None = all visible keys.
+      segment_ids: document of each position, 0 = padding; all 1 if None. With `indices`, which
+        respect documents already, only padding queries are taken from it.
+      impl: "chunked", "ref", "pallas", or None to choose.
+    Returns:
+      float32 [B, T], at least 0 up to rounding. Differentiable once.
+    Raises:
+      ValueError: shapes or dtypes disagree, or S differs from T in the dense stage.
+      NotImplementedError: `impl` was named and cannot run these arguments.
+    Source: DeepSeek-V3.2, arXiv:2512.02556, section 2.1.1.
+    """
+    index = {"q_idx": q_idx, "k_idx": k_idx}
+    main = {"q_latent": q_latent, "q_rope": q_rope, "latent": latent, "k_rope": k_rope}
+    dims = (
+        "q_idx: B T U u; k_idx: B S u; w_idx: B T U; q_latent: B T N C; q_rope: B T N R;"
+        "latent: B S C; k_rope: B S R; lse: B T N"
+    )
+    sizes = blocks.check_shapes("indexer_kl", dims, **index, **main, w_idx=w_idx, lse=lse)
+    blocks.check_one_dtype("indexer_kl", **index)
+    blocks.check_one_dtype("indexer_kl", **main)
+    batch, queries = sizes["B"], sizes["T"]
+    if indices is not None:
+        blocks.check_indices("indexer_kl", indices, batch, queries)
+    elif sizes["S"] != queries:
+        raise ValueError(
+            f"indexer_kl: {queries} queries and {sizes['S']} keys; without indices they must be "
+            f"the same positions. Give indices, or all keys and queries."
+        )
+    seg = blocks.check_segments("indexer_kl", "segment_ids", segment_ids, (batch, queries))
+    names = choose.candidates(_IMPLS, _ORDER, impl)
+    args = (q_idx, k_idx, w_idx, *main.values(), lse, indices, seg)
+    return choose.first_that_runs(_IMPLS, names, *args, scale=scale)

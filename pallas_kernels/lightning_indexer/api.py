@@ -1,0 +1,61 @@
+"""Public function: checks, defaults, choice of implementation."""
+
+import operator
+
+from jaxtyping import Array, Float, Int, Int32
+
+from pallas_kernels import blocks, choose
+from pallas_kernels.lightning_indexer import chunked, ref
+
+_IMPLS = {"chunked": chunked.lightning_indexer, "ref": ref.lightning_indexer}
+_ORDER = {"cpu": ("chunked",)}
+
+
+def lightning_indexer(
+    q_idx: Float[Array, "B T U u"],
+    k_idx: Float[Array, "B S u"],
+    w_idx: Float[Array, "B T U"],
+    *,
+    top_k: int,
+    segment_ids: Int[Array, "B T"] | None = None,
+    kv_segment_ids: Int[Array, "B S"] | None = None,
+    q_offset: int | Int[Array, ""] = 0,
+    return_scores: bool = False,
+    impl: str | None = None,
+) -> Int32[Array, "B T J"] | tuple[Int32[Array, "B T J"], Float[Array, "B T J"]]:
+    """The `top_k` visible keys of highest index score for each query, exactly.
+
+        I_ts = sum_j U^-1/2 u^-1/2 w_tj relu(<q_tj, k_s>)
+    Key s is visible if it has the query's segment id, that id is not 0, and s <= t + q_offset.
+    Not differentiable: gradients through it are zero. The loss that trains it is `indexer_kl`.
+
+    Args:
+      q_idx, k_idx: bfloat16 or float32, one dtype; dot products summed in float32.
+      w_idx: raw head weights, any floating dtype; the two inverse roots are applied inside.
+      top_k: J, at least 1; may exceed S.
+      segment_ids: document of each query, non-decreasing along a row, 0 = padding; all 1 if None.
+      kv_segment_ids: document of each key; `segment_ids` if None (then S must equal T).
+      q_offset: position of the first query among the keys.
+      return_scores: also return the scores of the chosen keys.
+      impl: "chunked", "ref", "pallas", or None to choose.
+    Returns:
+      int32 [B, T, J] by falling score, the lower index first in a tie, -1 where fewer keys are
+      visible; with `return_scores` also float32 [B, T, J], -inf where -1.
+    Raises:
+      ValueError: shapes or dtypes disagree, or `top_k` < 1.
+      NotImplementedError: `impl` was named and cannot run these arguments.
+    Source: DeepSeek-V3.2, arXiv:2512.02556, equation 1.
+    """
+    dims = "q_idx: B T U u; k_idx: B S u; w_idx: B T U"
+    sizes = blocks.check_shapes("lightning_indexer", dims, q_idx=q_idx, k_idx=k_idx, w_idx=w_idx)
+    blocks.check_one_dtype("lightning_indexer", q_idx=q_idx, k_idx=k_idx)
+    top_k = operator.index(top_k)
+    if top_k < 1:
+        raise ValueError(f"lightning_indexer: top_k={top_k}. Ask for at least 1 key a query.")
+    seg_q, seg_k = blocks.check_both_segments(
+        "lightning_indexer", segment_ids, kv_segment_ids, sizes["B"], sizes["T"], sizes["S"]
+    )
+    names = choose.candidates(_IMPLS, _ORDER, impl)
+    args = (q_idx, k_idx, w_idx, seg_q, seg_k, q_offset)
+    indices, scores = choose.first_that_runs(_IMPLS, names, *args, top_k=top_k)
+    return (indices, scores) if return_scores else indices

@@ -1,0 +1,26 @@
+"""Meaning of lightning_indexer: all scores, then a stable sort."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.blocks import accum_dtype, visible
+
+
+def lightning_indexer(q_idx, k_idx, w_idx, seg_q, seg_k, q_offset, *, top_k):
+    """Indices [B, T, top_k] and their scores, -1 and -inf past the visible keys."""
+    q_BTUu, k_BSu, w_BTU = (x.astype(accum_dtype(x)) for x in lax.stop_gradient((q_idx, k_idx, w_idx)))
+    U, u = q_BTUu.shape[2:]
+    dots_BTUS = jax.nn.relu(jnp.einsum("BTUu,BSu->BTUS", q_BTUu, k_BSu))
+    w_BTU = w_BTU.astype(dots_BTUS.dtype) * U**-0.5 * u**-0.5
+    scores_BTS = jnp.einsum("BTU,BTUS->BTS", w_BTU, dots_BTUS)
+    T, S = q_BTUu.shape[1], k_BSu.shape[1]
+    mask_BTS = visible(seg_q, seg_k, q_offset + jnp.arange(T), jnp.arange(S))
+    scores_BTS = jnp.where(mask_BTS, scores_BTS, -jnp.inf)
+    order_BTS = jnp.argsort(-scores_BTS, axis=-1, stable=True)
+    extra = max(0, top_k - S)
+    order = jnp.pad(order_BTS, ((0, 0), (0, 0), (0, extra)))[..., :top_k]
+    rank_J = jnp.arange(top_k)
+    taken = rank_J < mask_BTS.sum(-1, keepdims=True)
+    values = jnp.where(taken, jnp.take_along_axis(scores_BTS, order, axis=-1), -jnp.inf)
+    return jnp.where(taken, order, -1).astype(jnp.int32), values

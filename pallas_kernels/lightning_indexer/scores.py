@@ -1,0 +1,24 @@
+"""Index scores of a block of queries, shared by the indexer and its loss."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.blocks import accum_dtype
+
+
+def weight_factor(num_heads: int, head_dim: int) -> float:
+    """U^-1/2 u^-1/2. It moves no choice, but it is the temperature of the indexer's loss."""
+    return num_heads**-0.5 * head_dim**-0.5
+
+
+def head_dots(q_BtUu: jax.Array, keys: jax.Array) -> jax.Array:
+    """<q, k> of each indexer head, [B, t, U, S]; keys [B, S, u], or [B, t, J, u] chosen a query."""
+    spec = "BtUu,BSu->BtUS" if keys.ndim == 3 else "BtUu,BtSu->BtUS"
+    return jnp.einsum(spec, q_BtUu, keys, preferred_element_type=accum_dtype(q_BtUu))
+
+
+def index_scores(dots_BtUS: jax.Array, w_BtU: jax.Array, head_dim: int) -> jax.Array:
+    """sum over heads of factor * w * relu(dot), [B, t, S]."""
+    factor = weight_factor(w_BtU.shape[-1], head_dim)
+    w = factor * w_BtU.astype(dots_BtUS.dtype)
+    return jnp.sum(w[..., None] * jax.nn.relu(dots_BtUS), axis=2)

@@ -1,0 +1,78 @@
+"""Public functions: checks, defaults, choice of implementation."""
+
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import blocks, choose
+from pallas_kernels.mla_attention import chunked, ref
+
+_IMPLS = {"chunked": chunked.mla_attention, "ref": ref.mla_attention}
+_MAX_IMPLS = {"chunked": chunked.max_logit, "ref": ref.max_logit}
+_ORDER = {"cpu": ("chunked",)}
+
+
+def mla_attention(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B S N H"],
+    v: Float[Array, "B S N h"],
+    *,
+    scale: float,
+    segment_ids: Int[Array, "B T"] | None = None,
+    kv_segment_ids: Int[Array, "B S"] | None = None,
+    q_offset: int | Int[Array, ""] = 0,
+    causal: bool = True,
+    impl: str | None = None,
+) -> tuple[Float[Array, "B T N h"], Float[Array, "B T N"]]:
+    """Dense softmax attention of expanded MLA, exact, in memory linear in T and S.
+
+    With z_ts = scale * <q_t, k_s> over the keys visible to query t:
+        out_t = sum_s exp(z_ts - lse_t) v_s,    lse_t = log sum_s exp(z_ts)
+    Key s is visible if it has the query's segment id, that id is not 0, and (causal)
+    s <= t + q_offset. A query that sees no key gives output 0 and lse 1e30.
+
+    Args:
+      q, k, v: bfloat16 or float32, one dtype; products in it, softmax and sums in float32.
+      scale: factor on the scores, e.g. H ** -0.5.
+      segment_ids: document of each query, non-decreasing along a row, 0 = padding; all 1 if None.
+      kv_segment_ids: document of each key; `segment_ids` if None (then S must equal T).
+      q_offset: position of the first query among the keys.
+      causal: False lets a query see its document's future too.
+      impl: "chunked", "ref", "pallas", or None to choose.
+    Returns:
+      Output and lse in float32 (float64 for float64 inputs). Both are differentiable, once.
+    Raises:
+      ValueError: shapes or dtypes disagree.
+      NotImplementedError: `impl` was named and cannot run these arguments.
+    Source: DeepSeek-V2, arXiv:2405.04434; online softmax: FlashAttention, arXiv:2205.14135.
+    """
+    sizes = blocks.check_shapes("mla_attention", "q: B T N H; k: B S N H; v: B S N h", q=q, k=k, v=v)
+    blocks.check_one_dtype("mla_attention", q=q, k=k, v=v)
+    seg_q, seg_k = blocks.check_both_segments(
+        "mla_attention", segment_ids, kv_segment_ids, sizes["B"], sizes["T"], sizes["S"]
+    )
+    names = choose.candidates(_IMPLS, _ORDER, impl)
+    args = (q, k, v, seg_q, seg_k, q_offset)
+    return choose.first_that_runs(_IMPLS, names, *args, scale=scale, causal=causal)
+
+
+def max_logit(
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B T N H"],
+    *,
+    scale: float,
+    segment_ids: Int[Array, "B T"] | None = None,
+    impl: str | None = None,
+) -> Float[Array, "N"]:
+    """Largest visible score of each head, max over b, t, s <= t of scale * <q_bt, k_bs>: for QK-clip.
+
+    Args: as in `mla_attention`.
+    Returns:
+      float32 [N]; -inf for a batch of nothing but padding. No gradient.
+    Raises:
+      ValueError, NotImplementedError: as `mla_attention`.
+    Source: Kimi K2, arXiv:2507.20534, section 2.1.
+    """
+    sizes = blocks.check_shapes("max_logit", "q: B T N H; k: B T N H", q=q, k=k)
+    blocks.check_one_dtype("max_logit", q=q, k=k)
+    seg = blocks.check_segments("max_logit", "segment_ids", segment_ids, (sizes["B"], sizes["T"]))
+    names = choose.candidates(_MAX_IMPLS, _ORDER, impl)
+    return choose.first_that_runs(_MAX_IMPLS, names, q, k, seg, scale=scale)
