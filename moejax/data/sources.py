@@ -136,7 +136,7 @@ def _files(cfg: DataConfig, split: Split) -> list[tuple[str, str]]:
     """The files that `cfg.paths` name: one document a text file, one a line of .jsonl."""
     if not cfg.paths:
         raise ConfigError("data.source='files' needs data.paths, for example data.paths=('texts/*.txt',).")
-    documents = [doc for path, name in _matches(cfg.paths) for doc in _read(path, name, cfg.text_field)]
+    documents = [doc for path, name in _matches(cfg.paths).items() for doc in _read(path, name, cfg.text_field)]
     if not documents:
         raise ConfigError(f"data.paths={cfg.paths!r} hold no text: every file is empty.")
     return in_split(documents, lambda doc: doc[0], split, cfg.validation_percent)
