@@ -18,7 +18,7 @@ P = jax.sharding.PartitionSpec
 
 
 def build_optimizer(
-    cfg: OptimConfig, num_steps: int, infos: PyTree, shardings: PyTree | None = None
+    cfg: OptimConfig, num_steps: int, infos: PyTree
 ) -> optax.GradientTransformation:
     """Clip by global norm, direction by group (Muon or AdamW), decay and rate by group, average.
 
@@ -26,8 +26,6 @@ def build_optimizer(
       cfg: the config section.
       num_steps: length of the schedule.
       infos: a ParamInfo for every parameter, in the structure of the parameters.
-      shardings: NamedSharding or PartitionSpec of every parameter as stored, same structure. Only
-        a hint: with it Muon's update needs two exchanges per shape of matrix.
     Returns:
       An optax transformation whose state is a tree of arrays shaped as the parameters, and scalars.
     Raises:
@@ -35,32 +33,15 @@ def build_optimizer(
     """
     groups = assign_groups(cfg, infos)
     labels = jax.tree.map(lambda group: group.kind, groups)
-    leaves = jax.tree.leaves(infos)
-    specs = _specs(shardings, len(leaves))
-    is_muon = [label == "muon" for label in jax.tree.leaves(labels)]
-    muon = muon_direction(
-        [info for info, yes in zip(leaves, is_muon, strict=True) if yes],
-        momentum=cfg.muon_momentum,
-        steps=cfg.muon_steps,
-        per_head=cfg.muon_per_head,
-        specs=[spec for spec, yes in zip(specs, is_muon, strict=True) if yes],
-    )
+    pairs = zip(jax.tree.leaves(infos), jax.tree.leaves(labels), strict=True)
+    matrices = [info for info, kind in pairs if kind == "muon"]
+    muon = muon_direction(matrices, cfg.muon_momentum, cfg.muon_steps, cfg.muon_per_head)
     parts = [clip_by_global_norm(cfg.clip_norm)] if cfg.clip_norm else []
     parts.append(optax.partition({"muon": muon, "adamw": adam_direction(cfg)}, labels))
     parts.append(apply_groups(groups, make_schedule(cfg, num_steps)))
     if cfg.ema_decay:
         parts.append(parameter_ema(cfg.ema_decay))
     return optax.chain(*parts)
-
-
-def _specs(shardings: PyTree | None, num_leaves: int) -> list[P | None]:
-    """PartitionSpec of every parameter, in the order of the leaves."""
-    if shardings is None:
-        return [None] * num_leaves
-    leaves = jax.tree.leaves(shardings, is_leaf=lambda node: isinstance(node, P))
-    if len(leaves) != num_leaves:
-        raise ValueError(f"{len(leaves)} shardings given for {num_leaves} parameters.")
-    return [leaf if isinstance(leaf, P) else leaf.spec for leaf in leaves]
 
 
 def state_shardings(opt_state: PyTree, params: PyTree, param_shardings: PyTree) -> PyTree:
@@ -80,7 +61,9 @@ def state_shardings(opt_state: PyTree, params: PyTree, param_shardings: PyTree) 
     known = {
         path: (param.shape, sharding)
         for (path, param), sharding in zip(
-            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(param_shardings), strict=True
+            jax.tree_util.tree_leaves_with_path(params),
+            jax.tree.leaves(param_shardings),
+            strict=True,
         )
     }
     mesh = jax.tree.leaves(param_shardings)[0].mesh

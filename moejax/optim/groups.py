@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import optax
 
 from moejax.config import OptimConfig
 from moejax.optim.schedule import Schedule
-from moejax.partitioning.param_info import ParamInfo
+from moejax.partitioning import ParamInfo
 from moejax.typing import Array, PyTree
 
 
@@ -49,7 +48,7 @@ def assign_groups(cfg: OptimConfig, infos: PyTree) -> PyTree:
     return jax.tree.map(lambda info: _group(cfg, overrides, info), infos)
 
 
-def _read_override(entry: Sequence) -> tuple[re.Pattern, float, float]:
+def _read_override(entry: Any) -> tuple[re.Pattern, float, float]:
     try:
         pattern, lr_scale, weight_decay = entry
         override = re.compile(pattern), float(lr_scale), float(weight_decay)

@@ -6,12 +6,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-import jax
-
-from moejax.partitioning.param_info import ParamInfo
+from moejax.partitioning import ParamInfo, active_mesh, stored_spec
 from moejax.typing import Array
 
-P = jax.sharding.PartitionSpec
 MeshAxes = tuple[str, ...]
 
 
@@ -73,16 +70,13 @@ class MatrixLayout:
         return tuple(axis for axis in ordered if mesh_shape[axis] > 1)
 
 
-def layout_of(
-    shape: tuple[int, ...], info: ParamInfo, per_head: bool, spec: P | None = None
-) -> MatrixLayout:
-    """The layout of a leaf of `shape`.
+def layout_of(shape: tuple[int, ...], info: ParamInfo, per_head: bool) -> MatrixLayout:
+    """The layout of a leaf of `shape`, stored as the STORED table says on the active mesh.
 
     Args:
       shape: stacked dims, then one dim for each of `info.axes`.
       info: says which dims form the matrix; `info.matrix` is set.
       per_head: one matrix per head, else heads merge into the side they belong to.
-      spec: mesh axes of each dim as stored; None = unknown, taken as unsharded.
     Raises:
       ValueError: the leaf has not the dims that `info` describes.
     """
@@ -95,7 +89,7 @@ def layout_of(
     sides = [_side(num_dims + dim, info, per_head, num_dims) for dim in info.matrix]
     sides.sort(key=lambda dims: math.prod(shape[dim] for dim in dims))
     rows, cols = sides
-    entries = _entries(spec, num_dims)
+    entries = _stored_entries(info, shape)
     batch = [dim for dim in range(num_dims) if dim not in (*rows, *cols)]
     lead = [dim for dim in batch if entries[dim]][:1]
     rest = [dim for dim in batch if dim not in lead]
@@ -114,11 +108,15 @@ def _side(dim: int, info: ParamInfo, per_head: bool, num_dims: int) -> list[int]
     return [heads, dim] if heads == dim - 1 and not per_head else [dim]
 
 
-def _entries(spec: P | None, num_dims: int) -> list[MeshAxes | None]:
-    """Mesh axes of every dim as a tuple, None where unsharded."""
-    given = list(spec or ())
-    tuples = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in given]
-    return [entry or None for entry in tuples] + [None] * (num_dims - len(given))
+def _stored_entries(info: ParamInfo, shape: tuple[int, ...]) -> list[MeshAxes | None]:
+    """Mesh axes larger than 1 over which each dim is stored; None where it is whole."""
+    mesh = active_mesh()
+    if mesh is None:
+        return [None] * len(shape)
+    sizes = dict(mesh.shape)
+    spec = stored_spec(info, shape, sizes)
+    tuples = [(entry,) if isinstance(entry, str) else entry or () for entry in spec]
+    return [tuple(axis for axis in entry if sizes[axis] > 1) or None for entry in tuples]
 
 
 def _merged(entries: list[MeshAxes | None]) -> MeshAxes | None:

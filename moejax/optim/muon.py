@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from moejax.optim.matrix_layout import MatrixLayout, layout_of
-from moejax.partitioning.param_info import ParamInfo
+from moejax.partitioning import ParamInfo, active_mesh
 from moejax.typing import Array, Float, PyTree
 
 P = jax.sharding.PartitionSpec
@@ -41,7 +41,7 @@ def newton_schulz(x: Float[Array, "*M r c"], steps: int = 5) -> Float[Array, "*M
     x = x / jnp.where(peak > 0, peak, 1.0)
     norm = jnp.sqrt(jnp.sum(x * x, axis=(-2, -1), keepdims=True))
 
-    def step(_: int, y: Array) -> Array:
+    def step(_: Array, y: Array) -> Array:
         gram = y @ y.mT
         return a * y + (b * gram + c * (gram @ gram)) @ y
 
@@ -65,7 +65,6 @@ def muon_direction(
     momentum: float = 0.95,
     steps: int = 5,
     per_head: bool = True,
-    specs: Sequence[P] | None = None,
 ) -> optax.GradientTransformation:
     """`0.2 sqrt(max(r, c)) NS(g + mu M)` for every matrix, with `M <- mu M + g` (Nesterov).
 
@@ -74,13 +73,10 @@ def muon_direction(
       momentum: mu in [0, 1).
       steps: Newton-Schulz steps.
       per_head: orthogonalise each head's block alone where `info.head_axis` is set.
-      specs: how each leaf is stored, in the same order. A hint that saves exchanges under a mesh;
-        the result does not depend on it.
     Returns:
       A transformation whose updates are directions (no learning rate, no sign).
     Source: arXiv:2502.16982; per-head blocks: Kimi K3 technical report, section 2.5.
     """
-    specs = [None] * len(infos) if specs is None else list(specs)
 
     def init(params: PyTree) -> MuonState:
         zeros = lambda p: jnp.zeros(p.shape, jnp.float32)  # noqa: E731
@@ -92,25 +88,18 @@ def muon_direction(
         history = jax.tree.map(
             lambda m, g: momentum * m + g.astype(jnp.float32), state.momentum, updates
         )
-        ahead = jax.tree.map(
-            lambda m, g: momentum * m + g.astype(jnp.float32), history, updates
-        )
+        ahead = jax.tree.map(lambda m, g: momentum * m + g.astype(jnp.float32), history, updates)
         leaves, structure = jax.tree.flatten(ahead)
         if len(leaves) != len(infos):
             raise ValueError(f"{len(leaves)} leaves with gradients, but {len(infos)} described.")
-        layouts = [
-            layout_of(x.shape, info, per_head, spec)
-            for x, info, spec in zip(leaves, infos, specs, strict=True)
-        ]
+        layouts = [layout_of(x.shape, i, per_head) for x, i in zip(leaves, infos, strict=True)]
         directions = _orthogonalise(leaves, layouts, steps)
         return jax.tree.unflatten(structure, directions), MuonState(history)
 
     return optax.GradientTransformation(init, update)
 
 
-def _orthogonalise(
-    leaves: list[Array], layouts: list[MatrixLayout], steps: int
-) -> list[Array]:
+def _orthogonalise(leaves: list[Array], layouts: list[MatrixLayout], steps: int) -> list[Array]:
     """NS of every matrix of every leaf; leaves whose stacks fit together go as one."""
     out: list[Array] = list(leaves)
     for members in _joined(layouts):
@@ -140,8 +129,8 @@ def _joined(layouts: list[MatrixLayout]) -> list[list[int]]:
 def _spread(x_SRrc: Array, layout: MatrixLayout, steps: int) -> Array:
     """NS of [S, R, r, c], each device taking its share of whole matrices if a mesh is active."""
     S, R, r, c = x_SRrc.shape
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = layout.batch_axes(mesh.shape) if not mesh.empty else ()
+    mesh = active_mesh()
+    axes = layout.batch_axes(mesh.shape) if mesh is not None else ()
     if not axes:
         return newton_schulz(x_SRrc.reshape(S * R, r, c), steps).reshape(S, R, r, c)
     num_devices = math.prod(mesh.shape[axis] for axis in axes)
