@@ -1,0 +1,75 @@
+"""Public entry of linear_xent."""
+
+from jaxtyping import Array, Float, Int, Int32
+
+from pallas_kernels import choose
+from pallas_kernels.linear_xent import chunked, ref
+
+_IMPLS = {"chunked": chunked.linear_xent, "ref": ref.linear_xent}
+_ORDER = {"cpu": ("chunked",)}
+
+
+def linear_xent(
+    x: Float[Array, "M _"],
+    weight: Float[Array, "V _"],
+    labels: Int[Array, "_"],
+    *,
+    ignore: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    rows_per_chunk: int | None = None,
+    vocab_per_chunk: int | None = None,
+    vocab_axis: str | None = None,
+    impl: str | None = None,
+) -> tuple[Float[Array, ""], Int32[Array, ""]]:
+    """Cross entropy of x @ weight.T, summed over the labels, without holding the logits.
+
+    With l = x weight', or soft_cap * tanh(l / soft_cap), and Z = log sum exp l, per row:
+        loss = Z - (1 - label_smoothing) l[label] - label_smoothing mean(l) + z_loss Z^2
+    Divide the sum by the number of labels (over the global batch) for the mean. The gradient is
+    formed together with the loss; when the weight is not differentiated its part is left out.
+
+    Args:
+      x: [M, D], bfloat16 or float32; rows whose label is ignored may hold anything.
+      weight: [V, D]; with `vocab_axis` this shard's rows of it, shards equal in size.
+      labels: integers [M], each `ignore` or in [0, V), V counting all shards; already aligned.
+      label_smoothing: in [0, 1).
+      z_loss: factor of the squared log-partition, at least 0.
+      soft_cap: positive bound of the logits, or None.
+      rows_per_chunk, vocab_per_chunk: work sizes; neither need divide. They change memory, speed
+        and rounding only. Without them the vocabulary is whole and rows fill 64 MiB of logits
+        (at least 256 rows).
+      vocab_axis: mesh axis over which `weight` is split, inside `jax.shard_map(check_vma=False)`.
+        Gradients follow `lax.psum`'s convention there: correct when taken outside the shard_map.
+      impl: None, "chunked" or "ref".
+    Returns:
+      Sum of the losses, float32 (float64 for such inputs), and the number of labels, int32.
+    Raises:
+      ValueError: shapes disagree, or a number is outside its range.
+    """
+    if x.shape[1] != weight.shape[1] or x.shape[0] != labels.shape[0]:
+        raise ValueError(
+            f"x {x.shape}, weight {weight.shape}, labels {labels.shape} disagree. "
+            "Give [M, D], [V, D] and [M]."
+        )
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing={label_smoothing} is outside [0, 1).")
+    if z_loss < 0:
+        raise ValueError(f"z_loss={z_loss} is negative. Use 0 for none.")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap={soft_cap} is not positive. Use None for none.")
+    for name, size in (("rows", rows_per_chunk), ("vocab", vocab_per_chunk)):
+        if size is not None and size < 1:
+            raise ValueError(f"{name}_per_chunk={size} is below 1. Use None for the default.")
+    options = {
+        "ignore": ignore,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "soft_cap": soft_cap,
+        "rows_per_chunk": rows_per_chunk,
+        "vocab_per_chunk": vocab_per_chunk,
+        "vocab_axis": vocab_axis,
+    }
+    names = choose.candidates(_IMPLS, _ORDER, impl)
+    return choose.first_that_runs(_IMPLS, names, x, weight, labels, **options)
