@@ -1,11 +1,10 @@
-"""Documents into rows of fixed length, without padding in between and with nothing that crosses a border.
+"""Documents into rows of fixed length: no padding in between, nothing that crosses a border.
 
-A document is its tokens and eos. Documents stand one behind the other in a stream, in some order, and row r is the
-stream's tokens [r T, (r+1) T). A document longer than what is left of a row goes on in the next one, as a segment
-of its own. Any row can so be made alone, from the documents' lengths.
+A document is its tokens and eos. Documents stand one behind the other in a stream, in some order,
+and row r is the stream's tokens [r T, (r+1) T). A document longer than what is left of a row goes
+on in the next one, as a segment of its own. Any row can so be made alone, from the documents'
+lengths.
 """
-
-from __future__ import annotations
 
 import dataclasses
 
@@ -25,7 +24,8 @@ class Documents:
 
     Attributes:
       tokens: int32, every document's tokens, each closed by eos.
-      starts: int64, where document i begins; one more entry than documents, the last is the number of tokens.
+      starts: int64, where document i begins; one more entry than documents, the last is the number
+        of tokens.
       eos_id: the closing token, which also stands where a row is padded.
     """
 
@@ -42,7 +42,7 @@ class Documents:
         return np.diff(self.starts)
 
     @classmethod
-    def from_token_lists(cls, documents: list[np.ndarray], eos_id: int) -> Documents:
+    def from_token_lists(cls, documents: list[np.ndarray], eos_id: int) -> "Documents":
         """Closes each document with `eos_id` and joins them."""
         starts = np.zeros(len(documents) + 1, np.int64)
         np.cumsum([len(document) + 1 for document in documents], out=starts[1:])
@@ -78,15 +78,20 @@ class PackedRows:
         """Row `index` of `num_rows`; the last one, where short, is padded in front.
 
         Returns:
-          int32 arrays [T]: `tokens`; `segment_ids`, 1, 2, ... along the row, 0 for padding (which stands in front
-          because ids must not decrease); `labels`, the next token of the same segment, -100 where there is none.
+          int32 arrays [T]: `tokens`; `segment_ids`, 1, 2, ... along the row, 0 for padding (which
+          stands in front because ids must not decrease); `labels`, the next token of the same
+          segment, -100 where there is none.
         """
         pieces = self._pieces(index)
         lengths = np.array([len(piece) for piece in pieces])
         padding = self._seq_len - lengths.sum()
         tokens = np.concatenate([np.full(padding, self._documents.eos_id, np.int32), *pieces])
         segment_ids = np.repeat(np.arange(len(pieces) + 1, dtype=np.int32), [padding, *lengths])
-        return {"tokens": tokens, "segment_ids": segment_ids, "labels": next_token_labels(tokens, segment_ids)}
+        return {
+            "tokens": tokens,
+            "segment_ids": segment_ids,
+            "labels": next_token_labels(tokens, segment_ids),
+        }
 
     def _pieces(self, index: int) -> list[np.ndarray]:
         """The parts of documents that stand in row `index`."""
@@ -104,7 +109,9 @@ class PackedRows:
         return pieces
 
 
-def next_token_labels(tokens: Int[np.ndarray, "T"], segment_ids: Int[np.ndarray, "T"]) -> Int[np.ndarray, "T"]:
+def next_token_labels(
+    tokens: Int[np.ndarray, "T"], segment_ids: Int[np.ndarray, "T"]
+) -> Int[np.ndarray, "T"]:
     """labels_t = tokens_{t+1} where both stand in one segment that is no padding, else -100."""
     labels = np.full_like(tokens, IGNORED)
     same = (segment_ids[1:] == segment_ids[:-1]) & (segment_ids[:-1] > 0)
@@ -115,4 +122,8 @@ def next_token_labels(tokens: Int[np.ndarray, "T"], segment_ids: Int[np.ndarray,
 def padding_row(seq_len: int, eos_id: int) -> Row:
     """A row that is padding throughout and has no label."""
     zeros = np.zeros(seq_len, np.int32)
-    return {"tokens": zeros + np.int32(eos_id), "segment_ids": zeros, "labels": zeros + np.int32(IGNORED)}
+    return {
+        "tokens": zeros + np.int32(eos_id),
+        "segment_ids": zeros,
+        "labels": zeros + np.int32(IGNORED),
+    }

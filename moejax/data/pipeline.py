@@ -1,4 +1,4 @@
-"""Batches for training (endless, shuffled, resumable to the bit) and for evaluation (fixed, each token once)."""
+"""Batches: for training endless and resumable to the bit, for evaluation each token once."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ _DOCUMENT_ORDER, _ROW_ORDER = 0, 1
 class ShuffledRows:
     """Row n of an endless training stream, for any n, always the same.
 
-    Epoch e takes the documents in an order drawn from (seed, e), packs them, and takes the rows in a second drawn
-    order, so that a batch mixes documents. The last row, short, is left out: each epoch leaves out other tokens.
+    Epoch e takes the documents in an order drawn from (seed, e), packs them, and takes the rows in
+    a second drawn order, so that a batch mixes documents. The last row, short, is left out: each
+    epoch leaves out other tokens.
 
     Args:
       documents: the training split.
@@ -43,7 +44,8 @@ class ShuffledRows:
         if not self.rows_per_epoch:
             raise ConfigError(
                 f"the training split has {len(documents.tokens)} tokens, less than one row of "
-                f"data.seq_len={seq_len}. Give more text, or set data.seq_len to at most {len(documents.tokens)}."
+                f"data.seq_len={seq_len}. Give more text, or set data.seq_len to at most "
+                f"{len(documents.tokens)}."
             )
         self._epochs: dict[int, tuple[PackedRows, np.ndarray]] = {}
 
@@ -58,13 +60,15 @@ class ShuffledRows:
             documents = _drawn_order(len(self._documents), self._seed, epoch, _DOCUMENT_ORDER)
             rows = _drawn_order(self.rows_per_epoch, self._seed, epoch, _ROW_ORDER)
             found = PackedRows(self._documents, documents, self._seq_len), rows
-            # Prefetch threads stand in two epochs at most. The table is replaced, never changed: readers need no lock.
-            self._epochs = {e: rows for e, rows in self._epochs.items() if e == epoch - 1} | {epoch: found}
+            # Prefetch threads stand in two epochs at most. The table is replaced, never changed:
+            # readers need no lock.
+            before = {e: old for e, old in self._epochs.items() if e == epoch - 1}
+            self._epochs = before | {epoch: found}
         return found
 
 
 def _drawn_order(count: int, seed: int, epoch: int, which: int) -> np.ndarray:
-    """A permutation of range(count). Sorts raw Philox words, whose values NumPy promises never to change."""
+    """A permutation of range(count), from raw Philox words, which NumPy never changes."""
     words = np.random.Philox(np.random.SeedSequence([seed, epoch, which])).random_raw(count)
     return np.argsort(words, kind="stable")
 
@@ -74,10 +78,11 @@ def _stack(rows: list[Row]) -> Batch:
 
 
 class _BatchAt:
-    """This process's rows of global batch `step`; a class, so that worker processes can be sent it."""
+    """This process's rows of global batch `step`; a class, so that it can be sent to workers."""
 
     def __init__(self, rows: ShuffledRows, first_row: int, batch_size: int, shard: Shard):
-        self._rows, self._first_row, self._batch_size, self._shard = rows, first_row, batch_size, shard
+        self._rows, self._first_row = rows, first_row
+        self._batch_size, self._shard = batch_size, shard
 
     def __call__(self, step: int) -> Batch:
         index, count = self._shard
@@ -89,7 +94,9 @@ class _BatchAt:
 class TrainIterator(Iterator[Batch]):
     """Endless batches with a position; made by :func:`make_train_iterator`."""
 
-    def __init__(self, cfg: DataConfig, rows: ShuffledRows, identity: Mapping[str, Any], shard: Shard):
+    def __init__(
+        self, cfg: DataConfig, rows: ShuffledRows, identity: Mapping[str, Any], shard: Shard
+    ):
         self._cfg, self._rows, self._identity, self._shard = cfg, rows, dict(identity), shard
         self._batches: grain.DatasetIterator | None = None
         self._start(first_row=0)
@@ -100,10 +107,13 @@ class TrainIterator(Iterator[Batch]):
         self._consumed = first_row
         batch_at = _BatchAt(self._rows, first_row, self._cfg.batch_size, self._shard)
         batches = grain.MapDataset.range(_ENDLESS).map(batch_at)
-        read = grain.ReadOptions(num_threads=min(2, self._cfg.prefetch), prefetch_buffer_size=self._cfg.prefetch)
+        read = grain.ReadOptions(
+            num_threads=min(2, self._cfg.prefetch), prefetch_buffer_size=self._cfg.prefetch
+        )
         dataset = batches.to_iter_dataset(read)
         if self._cfg.num_workers:
-            # Grain reads absl flags when it starts workers, which fails in a program that never parsed any.
+            # Grain reads absl flags when it starts workers, which fails in a program that never
+            # parsed any.
             if not flags.FLAGS.is_parsed():
                 flags.FLAGS.mark_as_parsed()
             options = grain.MultiprocessingOptions(
@@ -117,8 +127,10 @@ class TrainIterator(Iterator[Batch]):
             self._batches = iter(self._dataset)
         batch = next(self._batches)
         self._consumed += self._cfg.batch_size
-        # What a worker process sends lies in shared memory, which must not outlive the iterator.
-        return {key: np.array(value) for key, value in batch.items()} if self._cfg.num_workers else batch
+        if self._cfg.num_workers:
+            # What a worker sends lies in shared memory, which must not outlive the iterator.
+            batch = {key: np.array(value) for key, value in batch.items()}
+        return batch
 
     def get_state(self) -> dict[str, Any]:
         """The position behind the last batch handed out, whatever was prefetched; for JSON.
@@ -136,9 +148,9 @@ class TrainIterator(Iterator[Batch]):
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Goes on behind the position that `state` names.
 
-        With the same text, tokenizer, seq_len and seed the next row is the very next one, whatever the batch size.
-        Otherwise the run goes on in the same epoch at the same share of it: rows are cut anew then, so up to the
-        end of this epoch some text comes twice and some not at all.
+        With the same text, tokenizer, seq_len and seed the next row is the very next one, whatever
+        the batch size. Otherwise the run goes on in the same epoch at the same share of it: rows
+        are cut anew then, so up to the end of this epoch some text comes twice and some not at all.
 
         Raises:
           ConfigError: not a state of this pipeline.
@@ -146,9 +158,14 @@ class TrainIterator(Iterator[Batch]):
         try:
             known, rows, old = state["format"], int(state["rows"]), int(state["rows_per_epoch"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"data position {state!r} is not one: {error} is missing or no number.") from error
+            raise ConfigError(
+                f"data position {state!r} is not one: {error} is missing or no number."
+            ) from error
         if known != _STATE_FORMAT or rows < 0 or old < 1:
-            raise ConfigError(f"data position has format {known!r}, rows {rows} of {old}; format {_STATE_FORMAT} is read.")
+            raise ConfigError(
+                f"data position has format {known!r}, rows {rows} of {old}; only format "
+                f"{_STATE_FORMAT} is read."
+            )
         new = self._rows.rows_per_epoch
         epoch, place = divmod(rows, old)
         self._start(epoch * new + place * new // old)
@@ -177,24 +194,25 @@ def make_train_iterator(
     """Endless training batches of packed rows.
 
     Args:
-      cfg: `seq_len`, `batch_size` (rows of the global batch), `num_workers` (processes, 0 = none) and `prefetch`
-        (batches made ahead, in each worker) are read.
+      cfg: `seq_len`, `batch_size` (rows of the global batch), `num_workers` (processes, 0 = none)
+        and `prefetch` (batches made ahead, in each worker) are read.
       tokenizer: its ids stand in the rows.
       corpus: the training split.
       seed: of the order of documents and rows.
       start_state: what `get_state` gave; None starts at the beginning.
-      shard: (index, count): this process yields the index-th of `count` equal parts of every global batch's rows.
+      shard: (index, count): this process yields the index-th of `count` equal parts of every global
+        batch's rows.
     Returns:
-      An iterator of dicts of int32 arrays [batch_size / count, seq_len] (see `PackedRows.row`), with `get_state`,
-      `set_state`, `epoch` and `close`.
+      An iterator of dicts of int32 arrays [batch_size / count, seq_len] (see `PackedRows.row`),
+      with `get_state`, `set_state`, `epoch` and `close`.
     Raises:
       ConfigError: the text does not fill a row, or the batch does not divide over the processes.
     """
     index, count = shard
     if not 0 <= index < count or cfg.batch_size % count:
         raise ConfigError(
-            f"data.batch_size={cfg.batch_size} does not divide over {count} processes (this is process {index}). "
-            f"Use a multiple of {count}."
+            f"data.batch_size={cfg.batch_size} does not divide over {count} processes "
+            f"(this is process {index}). Use a multiple of {count}."
         )
     rows = ShuffledRows(tokenize_corpus(tokenizer, corpus), cfg.seq_len, seed)
     identity = {"seed": seed, "corpus_sha256": corpus.sha256, "tokenizer_sha256": tokenizer.sha256}
@@ -205,7 +223,7 @@ def make_train_iterator(
 
 
 class EvalBatches:
-    """A whole split in fixed order; iterate it as often as wanted. Made by :func:`make_eval_batches`.
+    """A whole split in fixed order, to be iterated as often as wanted.
 
     Attributes:
       num_bytes: bytes of the split's texts.
@@ -214,13 +232,16 @@ class EvalBatches:
       bytes_per_token: num_bytes / num_tokens.
     """
 
-    def __init__(self, documents: Documents, seq_len: int, batch_size: int, num_bytes: int, shard: Shard):
+    def __init__(
+        self, documents: Documents, seq_len: int, batch_size: int, num_bytes: int, shard: Shard
+    ):
         self._rows = PackedRows(documents, np.arange(len(documents)), seq_len)
         self._padding = padding_row(seq_len, documents.eos_id)
         self._batch_size, self._shard = batch_size, shard
         self.num_bytes, self.num_tokens = num_bytes, self._rows.num_tokens
         self.bytes_per_token = num_bytes / self.num_tokens
-        # A segment loses one label, its last: as many segments as there are borders of documents or of rows.
+        # A segment loses one label, its last: as many segments as there are borders of documents or
+        # of rows.
         borders = np.union1d(documents.starts[:-1], np.arange(0, self.num_tokens, seq_len))
         self.num_labels = self.num_tokens - len(borders)
 
@@ -250,13 +271,15 @@ def make_eval_batches(
 ) -> EvalBatches:
     """Batches [batch_size / count, seq_len] over all of `corpus`, each token once.
 
-    Documents keep the corpus' order. The last row is padded in front and the last batch filled with rows of
-    padding (segment 0, labels -100), so every batch has one shape.
+    Documents keep the corpus' order. The last row is padded in front and the last batch filled with
+    rows of padding (segment 0, labels -100), so every batch has one shape.
 
     Raises:
       ConfigError: `batch_size` does not divide over the processes of `shard`.
     """
     if batch_size % shard[1]:
-        raise ConfigError(f"eval.batch_size={batch_size} does not divide over {shard[1]} processes.")
+        raise ConfigError(
+            f"eval.batch_size={batch_size} does not divide over {shard[1]} processes."
+        )
     documents = tokenize_corpus(tokenizer, corpus)
     return EvalBatches(documents, cfg.seq_len, batch_size, corpus.num_bytes, shard)

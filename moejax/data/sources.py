@@ -1,7 +1,8 @@
 """Where text comes from: the standard library's own files, the user's files, or generated text.
 
-Every source gives named documents. A hash of the name alone says whether a document belongs to the training or to
-the validation split, so adding a document moves no other, and no name is ever in both.
+Every source gives named documents. A hash of the name alone says whether a document belongs to the
+training or to the validation split, so adding a document moves no other, and no name is ever in
+both.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from moejax.data.synthetic import synthetic_document
 Split = Literal["train", "validation"]
 
 TEXT_SUFFIXES = (".txt", ".py", ".md")
-# Written when an interpreter is built: they hold its paths, and would give each machine its own corpus.
+# Written when an interpreter is built: they hold its paths, and would give each machine its own
+# corpus.
 _BUILD_FILES = ("_sysconfigdata", "config-")
 
 
@@ -55,7 +57,8 @@ class Corpus:
         for doc, text in kept:
             data = text.encode()
             num_bytes += len(data)
-            # Lengths go in as well: without them a byte could move from the name to the text unseen.
+            # Lengths go in as well: without them a byte could move from the name to the text
+            # unseen.
             digest.update(f"{len(doc.encode())} {len(data)} {doc}".encode() + data)
         names, texts = tuple(doc for doc, _ in kept), tuple(text for _, text in kept)
         return cls(name, names, texts, num_bytes, digest.hexdigest())
@@ -71,32 +74,36 @@ def load_corpus(cfg: DataConfig, split: Split) -> Corpus:
     Raises:
       ConfigError: a file is missing, unreadable or malformed, or the split holds no text.
     """
-    documents = {"stdlib": _stdlib, "files": _files, "synthetic": _synthetic}[cfg.source](cfg, split)
+    read = {"stdlib": _stdlib, "files": _files, "synthetic": _synthetic}[cfg.source]
     name = f"files {', '.join(cfg.paths)}" if cfg.source == "files" else cfg.source
-    corpus = Corpus.from_documents(name, documents)
+    corpus = Corpus.from_documents(name, read(cfg, split))
     if not corpus.texts:
         raise ConfigError(
-            f"data source {name} holds no text for the {split} split. Give more documents (two at least), "
-            f"or change data.validation_percent={cfg.validation_percent:g}."
+            f"data source {name} holds no text for the {split} split. Give more documents "
+            f"(two at least), or change data.validation_percent={cfg.validation_percent:g}."
         )
     return corpus
 
 
 def split_hash(name: str) -> float:
     """Where a document's name falls in [0, 100); validation takes the low end."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") / 2**64 * 100
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64 * 100
 
 
 _T = TypeVar("_T")
 
 
-def in_split(items: Iterable[_T], name_of: Callable[[_T], str], split: Split, percent: float) -> list[_T]:
+def in_split(
+    items: Iterable[_T], name_of: Callable[[_T], str], split: Split, percent: float
+) -> list[_T]:
     """The items whose name falls into `split`.
 
-    Of two or more items at least one goes to either split: where the hash leaves a split empty, the item nearest
-    to it fills it.
+    Of two or more items at least one goes to either split: where the hash leaves a split empty,
+    the item nearest to it fills it.
     """
-    placed = sorted(((split_hash(name_of(item)), name_of(item), item) for item in items), key=lambda p: p[:2])
+    places = [(split_hash(name_of(item)), name_of(item), item) for item in items]
+    placed = sorted(places, key=lambda place: place[:2])
     cut = sum(place < percent for place, _, _ in placed)
     if len(placed) >= 2:
         cut = min(max(cut, 1), len(placed) - 1)
@@ -123,7 +130,7 @@ def _python_files(root: str) -> Iterator[str]:
 
 
 def _excluded(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a path has one of the `patterns` from some component on; `test/` names `tests/` too."""
+    """Whether a pattern stands in the path from a component on; `test/` names `tests/` too."""
     path = "/" + name
     for pattern in patterns:
         plural = pattern[:-1] + "s/" if pattern.endswith("/") else pattern
@@ -135,22 +142,31 @@ def _excluded(name: str, patterns: Iterable[str]) -> bool:
 def _files(cfg: DataConfig, split: Split) -> list[tuple[str, str]]:
     """The files that `cfg.paths` name: one document a text file, one a line of .jsonl."""
     if not cfg.paths:
-        raise ConfigError("data.source='files' needs data.paths, for example data.paths=('texts/*.txt',).")
-    documents = [doc for path, name in _matches(cfg.paths).items() for doc in _read(path, name, cfg.text_field)]
+        raise ConfigError(
+            "data.source='files' needs data.paths, for example data.paths=('texts/*.txt',)."
+        )
+    documents = [
+        doc
+        for path, name in _matches(cfg.paths).items()
+        for doc in _read(path, name, cfg.text_field)
+    ]
     if not documents:
         raise ConfigError(f"data.paths={cfg.paths!r} hold no text: every file is empty.")
     return in_split(documents, lambda doc: doc[0], split, cfg.validation_percent)
 
 
 def _matches(patterns: Iterable[str]) -> dict[str, str]:
-    """Path of every file a pattern matches -> its name: the path below the pattern's fixed folder."""
+    """Path of every file that matches -> its name, the path below the pattern's fixed folder."""
     found: dict[str, str] = {}
     for pattern in patterns:
         full = os.path.expanduser(pattern)
         paths = [full] if os.path.exists(full) else sorted(glob.glob(full, recursive=True))
         paths = [path for path in paths if os.path.isfile(path)]
         if not paths:
-            raise ConfigError(f"data.paths: {pattern!r} names no file. Give a file that exists, or a glob that matches.")
+            raise ConfigError(
+                f"data.paths: {pattern!r} names no file. Give a file that exists, or a glob that "
+                "matches."
+            )
         root = _fixed_folder(full)
         for path in paths:
             found.setdefault(os.path.realpath(path), Path(os.path.relpath(path, root)).as_posix())
@@ -168,7 +184,10 @@ def _read(path: str, name: str, field: str) -> Iterator[tuple[str, str]]:
     """The (name, text) documents of one file."""
     suffix = os.path.splitext(path)[1]
     if suffix != ".jsonl" and suffix not in TEXT_SUFFIXES:
-        raise ConfigError(f"{path}: {suffix or 'no suffix'} is not read; use one of {', '.join(TEXT_SUFFIXES)}, .jsonl.")
+        raise ConfigError(
+            f"{path}: {suffix or 'no suffix'} is not read; use one of "
+            f"{', '.join(TEXT_SUFFIXES)}, .jsonl."
+        )
     try:
         text = Path(path).read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
@@ -190,7 +209,8 @@ def _json_text(path: str, number: int, line: str, field: str) -> str:
     if not isinstance(record, dict) or not isinstance(record.get(field), str):
         known = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
         raise ConfigError(
-            f"{path}, line {number}: no text in field {field!r} (the line has: {known}). Set data.text_field."
+            f"{path}, line {number}: no text in field {field!r} (the line has: {known}). "
+            "Set data.text_field."
         )
     return record[field]
 

@@ -26,6 +26,7 @@ def _line(words) -> str:
         a, b = next(words) % 50, next(words) % 50
         return f"{a} plus {b} is {a + b}.\n"
     adjective, animal, verb, other, place = (
-        options[next(words) % len(options)] for options in (_ADJECTIVES, _ANIMALS, _VERBS, _ANIMALS, _PLACES)
+        options[next(words) % len(options)]
+        for options in (_ADJECTIVES, _ANIMALS, _VERBS, _ANIMALS, _PLACES)
     )
     return f"the {adjective} {animal} {verb} a {other} {place}. the {animal} is {adjective}.\n"

@@ -1,7 +1,5 @@
 """Tokenizers: bytes, a byte-level BPE trained here, and any Hugging Face `tokenizer.json`."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import tempfile
@@ -21,11 +19,13 @@ END_OF_TEXT = "<|endoftext|>"
 CACHE_FILE = "tokenizer.json"
 # Names under which published tokenizers keep the token that ends a document, ours first.
 _END_NAMES = (END_OF_TEXT, "[EOS]", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
-# A quarter of the standard library gives the same bytes a token as all of it, 2.106, in a quarter of the time.
+# A quarter of the standard library gives the same bytes a token as all of it, 2.106, in a quarter
+# of the time.
 _SAMPLE_BYTES = 4_000_000
-# Merges stay inside these: a word with what stands before its successor (`self.`, `(name, `, `:\n        `), a digit,
-# white space. The standard library at 512 tokens, bytes a token on the validation split: GPT-2's rule 2.01, GPT-4's
-# 1.96, words with their left neighbour 2.05, this one 2.11; whole lines 2.15, but four times the training time.
+# Merges stay inside these: a word with all that stands before the next one (`self.`, `name, `, or a
+# colon, the line's end and the next line's indentation), a digit, white space. Bytes a token of the
+# standard library's validation split at 512 tokens: GPT-2's rule 2.01, GPT-4's 1.96, words with
+# their left neighbour 2.05, this one 2.11; whole lines 2.15, but four times the training time.
 _PIECES = r" ?\p{L}*[^\p{L}\p{N}\n]*\n* *|\p{N}|\n+ *| +|\s"
 
 
@@ -80,8 +80,8 @@ class ByteTokenizer:
 class HfTokenizer:
     """A `tokenizer.json` of the `tokenizers` library.
 
-    Nothing is added around a text (no begin token), and a special token's name inside a text is plain text: a
-    document cannot end itself.
+    Nothing is added around a text (no begin token), and a special token's name inside a text is
+    plain text: a document cannot end itself.
 
     Args:
       path: the file.
@@ -108,7 +108,10 @@ class HfTokenizer:
         self.vocab_size = max(vocab.values()) + 1
         known = [vocab[name] for name in _END_NAMES if name in vocab]
         if not known:
-            raise ConfigError(f"tokenizer {path}: no end-of-document token; one of {', '.join(_END_NAMES)} is needed.")
+            raise ConfigError(
+                f"tokenizer {path}: no end-of-document token; one of {', '.join(_END_NAMES)} is "
+                "needed."
+            )
         self.eos_id = known[0]
 
     def encode(self, text: str) -> Int[np.ndarray, "T"]:
@@ -126,8 +129,8 @@ class HfTokenizer:
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | os.PathLike[str]) -> HfTokenizer:
     """Trains a byte-level BPE and writes it as a `tokenizer.json`.
 
-    The 256 bytes are always in the vocabulary, so every text can be encoded and decoding undoes it. The same texts
-    give the same file.
+    The 256 bytes are always in the vocabulary, so every text can be encoded and decoding undoes it.
+    The same texts give the same file.
 
     Args:
       texts: the training texts.
@@ -138,7 +141,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | os.PathLike[str
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     if vocab_size <= len(alphabet):
-        raise ConfigError(f"bpe vocabulary size {vocab_size} is too small: the bytes and end of text take 257.")
+        raise ConfigError(
+            f"bpe vocabulary size {vocab_size} is too small: the bytes and end of text take 257."
+        )
     hf = tokenizers.Tokenizer(models.BPE())
     hf.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -173,8 +178,8 @@ def _write_at_once(path: Path, text: str) -> None:
 def get_tokenizer(cfg: DataConfig, workdir: str | os.PathLike[str] | None) -> Tokenizer:
     """The tokenizer that `cfg.tokenizer` names: "byte", "bpe", or the path of a `tokenizer.json`.
 
-    "bpe" is trained once, on the training split, and kept as `workdir/tokenizer.json`: a run keeps its tokenizer
-    whatever becomes of the text. Without a workdir it is trained anew and not kept.
+    "bpe" is trained once, on the training split, and kept as `workdir/tokenizer.json`: a run keeps
+    its tokenizer whatever becomes of the text. Without a workdir it is trained anew and not kept.
 
     Raises:
       ConfigError: no such file, or the one in the workdir was trained for another `bpe_vocab_size`.
@@ -184,8 +189,8 @@ def get_tokenizer(cfg: DataConfig, workdir: str | os.PathLike[str] | None) -> To
     if cfg.tokenizer != "bpe":
         if not os.path.exists(cfg.tokenizer):
             raise ConfigError(
-                f"data.tokenizer={cfg.tokenizer!r} is not a file that exists. Give 'byte', 'bpe', or the path of a "
-                "tokenizer.json."
+                f"data.tokenizer={cfg.tokenizer!r} is not a file that exists. Give 'byte', "
+                "'bpe', or the path of a tokenizer.json."
             )
         return HfTokenizer(cfg.tokenizer)
     if workdir is None:
@@ -197,8 +202,9 @@ def get_tokenizer(cfg: DataConfig, workdir: str | os.PathLike[str] | None) -> To
     kept = HfTokenizer(path)
     if kept.vocab_size > cfg.bpe_vocab_size:
         raise ConfigError(
-            f"{path} has {kept.vocab_size} tokens, more than data.bpe_vocab_size={cfg.bpe_vocab_size}. "
-            "Set the size it has, or take another workdir."
+            f"{path} has {kept.vocab_size} tokens, more than "
+            f"data.bpe_vocab_size={cfg.bpe_vocab_size}. Set the size it has, or take "
+            "another workdir."
         )
     return kept
 

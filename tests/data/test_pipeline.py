@@ -101,15 +101,22 @@ def test_worker_processes_give_the_same_batches_and_resume(first_90):
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_the_union_of_processes_is_the_global_batch(first_90, count):
     parts = [take(train_iterator(shard=(i, count)), 3) for i in range(count)]
-    joined = [{k: np.concatenate([p[step][k] for p in parts]) for k in parts[0][step]} for step in range(3)]
+    joined = [
+        {k: np.concatenate([p[step][k] for p in parts]) for k in parts[0][step]}
+        for step in range(3)
+    ]
     assert_equal_batches(joined, first_90[:3])
 
 
 def test_a_state_of_one_process_resumes_four(first_90):
     iterator = train_iterator()
     take(iterator, 40)
-    parts = [take(train_iterator(shard=(i, 4), start_state=iterator.get_state()), 1)[0] for i in range(4)]
-    assert_equal_batches([{k: np.concatenate([p[k] for p in parts]) for k in parts[0]}], first_90[40:41])
+    parts = [
+        take(train_iterator(shard=(i, 4), start_state=iterator.get_state()), 1)[0] for i in range(4)
+    ]
+    assert_equal_batches(
+        [{k: np.concatenate([p[k] for p in parts]) for k in parts[0]}], first_90[40:41]
+    )
 
 
 def test_another_batch_size_goes_on_at_the_very_next_row(first_90):
@@ -131,7 +138,14 @@ def test_another_seq_len_goes_on_at_the_same_share_of_the_epoch(seq_len):
     assert take(resumed, 2)[0]["tokens"].shape == (8, seq_len)
 
 
-@pytest.mark.parametrize("state", [{}, {"format": 1, "rows": None, "rows_per_epoch": 3}, {"format": 9, "rows": 1, "rows_per_epoch": 3}])
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"format": 1, "rows": None, "rows_per_epoch": 3},
+        {"format": 9, "rows": 1, "rows_per_epoch": 3},
+    ],
+)
 def test_a_state_that_is_none_is_refused(state):
     with pytest.raises(ConfigError, match="data position"):
         train_iterator(start_state=state)
@@ -153,7 +167,9 @@ def test_evaluation_counts_every_token_once(batch_size):
     assert all(a.shape == (batch_size, 96) for batch in listed for a in batch.values())
     stream = b"".join(text.encode() + b"\0" for text in corpus.texts)
     seen = np.concatenate([b["tokens"][b["segment_ids"] > 0] for b in listed])
-    np.testing.assert_array_equal(np.where(seen == BYTES.eos_id, 0, seen), np.frombuffer(stream, np.uint8))
+    np.testing.assert_array_equal(
+        np.where(seen == BYTES.eos_id, 0, seen), np.frombuffer(stream, np.uint8)
+    )
     assert batches.num_tokens == len(stream) and batches.num_bytes == len(stream) - len(corpus)
     assert batches.num_labels == sum((b["labels"] >= 0).sum() for b in listed)
     assert_equal_batches(list(batches), listed)
@@ -163,6 +179,9 @@ def test_evaluation_is_the_same_over_processes_and_nats_per_byte_rescales():
     corpus = load_corpus(CFG.replace(validation_percent=30.0), "validation")
     whole = make_eval_batches(CFG, BYTES, corpus, 8)
     parts = [list(make_eval_batches(CFG, BYTES, corpus, 8, shard=(i, 4))) for i in range(4)]
-    joined = [{k: np.concatenate([p[s][k] for p in parts]) for k in parts[0][s]} for s in range(len(whole))]
+    joined = [
+        {k: np.concatenate([p[s][k] for p in parts]) for k in parts[0][s]}
+        for s in range(len(whole))
+    ]
     assert_equal_batches(joined, list(whole))
     assert whole.nats_per_byte(2.0) == pytest.approx(2.0 * whole.num_tokens / whole.num_bytes)

@@ -82,8 +82,15 @@ def test_a_name_keeps_its_split_when_others_join():
 
 
 def test_files_gives_one_document_a_file_named_below_the_glob():
-    corpora = [load_corpus(files_config(FIXTURE / "*.txt", FIXTURE / "*.md"), s) for s in ("train", "validation")]
-    texts = {name: text for corpus in corpora for name, text in zip(corpus.names, corpus.texts, strict=True)}
+    corpora = [
+        load_corpus(files_config(FIXTURE / "*.txt", FIXTURE / "*.md"), s)
+        for s in ("train", "validation")
+    ]
+    texts = {
+        name: text
+        for corpus in corpora
+        for name, text in zip(corpus.names, corpus.texts, strict=True)
+    }
     assert sorted(texts) == sorted(p.name for p in FIXTURE.iterdir() if p.suffix in (".txt", ".md"))
     assert all(text == (FIXTURE / name).read_text(encoding="utf-8") for name, text in texts.items())
 
@@ -94,7 +101,10 @@ def test_a_corpus_does_not_depend_on_where_it_lies(tmp_path):
             path = tmp_path / folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"text of {name}")
-    one, two = (load_corpus(files_config(tmp_path / f / "**" / "*.*"), "train") for f in ("one", "two/deeper"))
+    one, two = (
+        load_corpus(files_config(tmp_path / f / "**" / "*.*"), "train")
+        for f in ("one", "two/deeper")
+    )
     assert len(one) == 2 and one.names == two.names and one.sha256 == two.sha256
 
 
@@ -109,7 +119,10 @@ def test_jsonl_gives_one_document_a_line(tmp_path):
     path = tmp_path / "docs.jsonl"
     # U+2028 ends a line for str.splitlines, not for JSON.
     bodies = [f"document {i}\u2028still {i}" for i in range(30)]
-    path.write_text("\n".join(json.dumps({"body": b}, ensure_ascii=False) for b in bodies) + "\n\n", encoding="utf-8")
+    path.write_text(
+        "\n".join(json.dumps({"body": b}, ensure_ascii=False) for b in bodies) + "\n\n",
+        encoding="utf-8",
+    )
     cfg = files_config(path, text_field="body", validation_percent=30.0)
     train, validation = load_corpus(cfg, "train"), load_corpus(cfg, "validation")
     by_name = dict(zip(train.names + validation.names, train.texts + validation.texts, strict=True))
@@ -121,7 +134,9 @@ def test_synthetic_text_is_fixed_and_its_sums_are_right():
     cfg = DataConfig(source="synthetic", synthetic_docs=200)
     train, validation = load_corpus(cfg, "train"), load_corpus(cfg, "validation")
     assert len(train) + len(validation) == 200 and not set(train.texts) & set(validation.texts)
-    sums = [line[:-1].split() for text in train.texts for line in text.splitlines() if " plus " in line]
+    sums = [
+        line[:-1].split() for text in train.texts for line in text.splitlines() if " plus " in line
+    ]
     assert len(sums) > 500
     assert all(int(a) + int(b) == int(c) for a, _, b, _, c in sums)
     larger = load_corpus(cfg.replace(synthetic_docs=300), "train")
@@ -162,7 +177,12 @@ def test_one_document_leaves_nothing_to_validate(tmp_path):
 
 @pytest.mark.parametrize(
     "line, says",
-    [('{"text": "cut', "not JSON"), ('{"txt": "x"}', "txt"), ('["text"]', "list"), ('{"text": 3}', "'text'")],
+    [
+        ('{"text": "cut', "not JSON"),
+        ('{"txt": "x"}', "txt"),
+        ('["text"]', "list"),
+        ('{"text": 3}', "'text'"),
+    ],
 )
 def test_bad_jsonl_line_is_named_with_its_number(tmp_path, line, says):
     path = tmp_path / "bad.jsonl"

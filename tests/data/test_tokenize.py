@@ -1,4 +1,5 @@
-"""Tokenizers: decoding undoes encoding, training repeats itself, the cache is used, bad files are named."""
+"""Tokenizers: decoding undoes encoding, training repeats itself, the cache is used, bad files are
+named."""
 
 import json
 
@@ -9,7 +10,14 @@ from hypothesis import strategies as st
 
 from moejax.config import ConfigError, DataConfig
 from moejax.data.sources import load_corpus
-from moejax.data.tokenize import END_OF_TEXT, ByteTokenizer, HfTokenizer, Tokenizer, get_tokenizer, train_bpe
+from moejax.data.tokenize import (
+    END_OF_TEXT,
+    ByteTokenizer,
+    HfTokenizer,
+    Tokenizer,
+    get_tokenizer,
+    train_bpe,
+)
 
 SYNTHETIC = DataConfig(source="synthetic", synthetic_docs=200, bpe_vocab_size=320)
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=200)
@@ -39,7 +47,17 @@ def test_decoding_undoes_encoding(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ", "\n\n    \t\r\n", "né 漢字 🙂\u200d ё", "a\x00b", f"x{END_OF_TEXT}y", "x" * 5000, "1234567"]
+    "text",
+    [
+        "",
+        " ",
+        "\n\n    \t\r\n",
+        "né 漢字 🙂\u200d ё",
+        "a\x00b",
+        f"x{END_OF_TEXT}y",
+        "x" * 5000,
+        "1234567",
+    ],
 )
 def test_awkward_texts_survive(tokenizer, text):
     ids = tokenizer.encode(text)
@@ -62,7 +80,9 @@ def test_bpe_has_the_size_asked_for_and_shortens_text(bpe):
 
 
 def test_same_texts_train_the_same_file(bpe, tmp_path):
-    again = train_bpe(load_corpus(SYNTHETIC, "train").texts, 320, tmp_path / "new" / "tokenizer.json")
+    again = train_bpe(
+        load_corpus(SYNTHETIC, "train").texts, 320, tmp_path / "new" / "tokenizer.json"
+    )
     assert again.sha256 == bpe.sha256
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["tokenizer.json"]
 
@@ -73,13 +93,18 @@ def test_bpe_is_trained_once_and_kept_in_the_workdir(tmp_path):
     # Another corpus would give another tokenizer: the run keeps the one it has.
     second = get_tokenizer(SYNTHETIC.replace(synthetic_docs=20), tmp_path)
     after = (tmp_path / "tokenizer.json").stat()
-    assert second.sha256 == first.sha256 and (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    assert second.sha256 == first.sha256 and (before.st_ino, before.st_mtime_ns) == (
+        after.st_ino,
+        after.st_mtime_ns,
+    )
     assert get_tokenizer(SYNTHETIC, None).sha256 == first.sha256
 
 
 def test_bpe_sees_the_training_split_only(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr("moejax.data.tokenize.train_bpe", lambda texts, *_: seen.extend(texts) or ByteTokenizer())
+    monkeypatch.setattr(
+        "moejax.data.tokenize.train_bpe", lambda texts, *_: seen.extend(texts) or ByteTokenizer()
+    )
     get_tokenizer(SYNTHETIC, tmp_path)
     assert tuple(seen) == load_corpus(SYNTHETIC, "train").texts
 
