@@ -1,0 +1,197 @@
+"""Pictures of a run: loss, learning rate, speed, expert load; and several runs' losses in one."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from moejax.config import ConfigError
+from moejax.observability.metrics import read_metrics, unwritable
+
+_COLORS = ("#1f5fa8", "#d1622b", "#3a8a4d", "#8455a3", "#b03a5b", "#6b6b6b")
+_STYLE = {"linewidth": 1.4}
+Rows = Sequence[Mapping[str, Any]]
+
+
+def _series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a scalar metric, where it was written."""
+    pairs = [(r["step"], r[name]) for r in rows if isinstance(r.get(name), int | float)]
+    steps, values = zip(*pairs, strict=True) if pairs else ((), ())
+    return np.array(steps), np.array(values, float)
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Mean over a window of 1/40 of the curve; narrower at the start, where the curve falls."""
+    half, index = max(len(values) // 80, 1), np.arange(len(values))
+    total = np.concatenate([[0.0], np.cumsum(values)])
+    low = np.maximum(index - half, 0)
+    high = np.minimum(index + np.minimum(half, index), len(values) - 1)
+    return (total[high + 1] - total[low]) / (high + 1 - low)
+
+
+def _prepare(axes: Axes, title: str, unit: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+    axes.set_ylabel(unit, fontsize=9)
+    axes.tick_params(labelsize=8)
+    axes.grid(True, color="#e4e4e4", linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.01)
+
+
+def _loss(axes: Axes, rows: Rows) -> None:
+    _prepare(axes, "Loss", "nats per token")
+    steps, values = _series(rows, "loss")
+    if len(values):
+        axes.plot(steps, values, color=_COLORS[0], linewidth=0.6, alpha=0.35)
+        label = f"training, last {values[-1]:.3f}"
+        axes.plot(steps, _smooth(values), color=_COLORS[0], label=label, **_STYLE)
+    steps, values = _series(rows, "eval_loss")
+    if len(values):
+        label = f"validation, last {values[-1]:.3f}"
+        _, per_byte = _series(rows, "eval_nats_per_byte")
+        if len(per_byte):
+            label += f" ({per_byte[-1]:.3f} nats/byte)"
+        axes.plot(steps, values, "o-", color=_COLORS[1], markersize=4, label=label, **_STYLE)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9)
+
+
+def _line(axes: Axes, rows: Rows, name: str, title: str, unit: str) -> None:
+    _prepare(axes, title, unit)
+    steps, values = _series(rows, name)
+    axes.plot(steps, values, color=_COLORS[2], **_STYLE)
+    axes.set_ylim(bottom=0)
+
+
+def _speed(axes: Axes, rows: Rows) -> None:
+    """Tokens a second; the first step, which compiles, would flatten the rest."""
+    _line(axes, rows[1:] if len(rows) > 1 else rows, "tokens_per_s", "Speed", "tokens/s")
+
+
+def _layer_rows(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+    """Steps and [layers, columns] of a metric that is a list a step, or one number.
+
+    Neighbouring steps are averaged to at most 120 columns: more would be finer than the picture.
+    """
+    found = [(r["step"], r[name]) for r in rows if r.get(name) is not None]
+    if not found:
+        return None
+    lists = [value if isinstance(value, list) else [value] for _, value in found]
+    load_XG = np.full((max(map(len, lists)), len(found)), np.nan)
+    for i, values in enumerate(lists):
+        load_XG[: len(values), i] = [np.nan if x is None else x for x in values]
+    groups = np.array_split(load_XG, min(len(found), 120), axis=1)
+    known = [np.isfinite(group).sum(axis=1) for group in groups]
+    means = [
+        np.nansum(group, axis=1) / np.where(count, count, np.nan)
+        for group, count in zip(groups, known, strict=True)
+    ]
+    return np.array([step for step, _ in found]), np.stack(means, axis=1)
+
+
+def _heat(figure: Figure, axes: Axes, rows: Rows, name: str, title: str) -> None:
+    found = _layer_rows(rows, name)
+    assert found is not None
+    steps, load_XG = found
+    _prepare(axes, title, "MoE layer")
+    axes.grid(False)
+    axes.spines[:].set_visible(False)
+    image = axes.imshow(
+        load_XG,
+        aspect="auto",
+        origin="lower",
+        interpolation="nearest",
+        cmap="viridis",
+        extent=(steps[0] - 0.5, steps[-1] + 0.5, -0.5, len(load_XG) - 0.5),
+    )
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("step", fontsize=9)
+    bar = figure.colorbar(image, ax=axes, pad=0.02, aspect=12)
+    bar.ax.tick_params(labelsize=8)
+    bar.outline.set_visible(False)
+
+
+def _save(figure: Figure, out_png: str | pathlib.Path) -> pathlib.Path:
+    path = pathlib.Path(out_png)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        FigureCanvasAgg(figure).print_png(str(path))
+    except OSError as error:
+        raise unwritable(path, error) from error
+    return path
+
+
+def plot_run(workdir: str | pathlib.Path, out_png: str | pathlib.Path) -> pathlib.Path:
+    """Draws a run's `metrics.jsonl`; panels whose metrics were not written are left out.
+
+    Args:
+      workdir: the run's folder, or its metrics file.
+      out_png: the picture.
+    Returns:
+      The path written.
+    Raises:
+      ConfigError: no metrics there, or the picture cannot be written.
+    """
+    rows = read_metrics(workdir)
+    if not rows:
+        raise ConfigError(f"metrics of {workdir} hold no step yet: nothing to draw.")
+    heats = [
+        (name, title)
+        for name, title in (
+            ("moe_load_max", "Busiest expert, times the mean load"),
+            ("moe_load_min", "Idlest expert, times the mean load"),
+        )
+        if _layer_rows(rows, name) is not None
+    ]
+    figure = Figure(figsize=(11, 7 if heats else 4.8), dpi=110, layout="constrained")
+    grid = figure.add_gridspec(3 if heats else 2, 4)
+    _loss(figure.add_subplot(grid[:2, :2]), rows)
+    _line(figure.add_subplot(grid[0, 2:]), rows, "lr", "Learning rate", "")
+    _speed(figure.add_subplot(grid[1, 2:]), rows)
+    for i, (name, title) in enumerate(heats):
+        span = slice(2 * i, 2 * i + 2) if len(heats) == 2 else slice(0, 4)
+        _heat(figure, figure.add_subplot(grid[2, span]), rows, name, title)
+    if not heats:
+        for axes in (figure.axes[0], figure.axes[2]):
+            axes.set_xlabel("step", fontsize=9)
+    return _save(figure, out_png)
+
+
+def plot_curves(
+    runs: Mapping[str, str | pathlib.Path], out_png: str | pathlib.Path, metric: str = "loss"
+) -> pathlib.Path:
+    """Draws one metric of several runs.
+
+    Args:
+      runs: label -> workdir or metrics file.
+      out_png: the picture.
+      metric: name of a scalar metric.
+    Returns:
+      The path written.
+    Raises:
+      ConfigError: a run has no metrics, none of this name, or the picture cannot be written.
+    """
+    figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
+    axes = figure.add_subplot()
+    unit = "nats per token" if metric in ("loss", "eval_loss") else ""
+    _prepare(axes, metric.replace("_", " ").capitalize(), unit)
+    for i, (label, path) in enumerate(runs.items()):
+        steps, values = _series(read_metrics(path), metric)
+        if not len(values):
+            raise ConfigError(f"metrics of {path} have no {metric}: nothing to draw.")
+        color = _COLORS[i % len(_COLORS)]
+        label = f"{label}, last {values[-1]:.3f}"
+        if len(values) > 80:
+            axes.plot(steps, values, color=color, linewidth=0.5, alpha=0.25)
+            values = _smooth(values)
+        axes.plot(steps, values, color=color, label=label, **_STYLE)
+    axes.set_xlabel("step", fontsize=9)
+    axes.legend(frameon=False, fontsize=9)
+    return _save(figure, out_png)
