@@ -47,7 +47,10 @@ class _Block:
         z_BtNx = scale * _dot(spec, q_main, rows, lse_BtN.dtype) - lse_BtN[..., None]
         summed_Btx = jnp.where(mask_Btx[:, :, None], jnp.exp(z_BtNx), 0).sum(2)
         total = summed_Btx.sum(-1, keepdims=True)
-        self.target_Btx = summed_Btx / jnp.where(total > 0, total, 1)
+        # x / x is not always 1 where a compiler divides by a reciprocal; one key must give KL 0.
+        single = mask_Btx.sum(-1, keepdims=True) == 1
+        normalised = summed_Btx / jnp.where(total > 0, total, 1)
+        self.target_Btx = jnp.where(single, mask_Btx.astype(total.dtype), normalised)
         self.dots_BtUx = head_dots(self.q_idx, self.k_idx)
         scores_Btx = index_scores(self.dots_BtUx, self.w_idx, self.q_idx.shape[-1])
         self.log_rho_Btx = _log_softmax(scores_Btx, mask_Btx)

@@ -31,7 +31,10 @@ def _target(q_latent, q_rope, latent, k_rope, lse, mask_BTS, scale):
     z_BTNS = scale * (z_BTNS + jnp.einsum("BTNR,BSR->BTNS", q_rope, k_rope)) - lse[..., None]
     summed_BTS = jnp.where(mask_BTS[:, :, None], jnp.exp(z_BTNS), 0).sum(2)
     total = summed_BTS.sum(-1, keepdims=True)
-    return summed_BTS / jnp.where(total > 0, total, 1)
+    # A single key has probability 1 by definition, whatever the rounding of lse and quotient.
+    single = mask_BTS.sum(-1, keepdims=True) == 1
+    normalised = summed_BTS / jnp.where(total > 0, total, 1)
+    return jnp.where(single, mask_BTS.astype(dtype), normalised)
 
 
 def _scores(q_idx, k_idx, w_idx):
