@@ -74,7 +74,7 @@ def linear_xent(
     rows, vocab = chunk_sizes(x_MD.shape[0], weight_VD.shape[0], rows_per_chunk, vocab_per_chunk)
     options = _Options(ignore, label_smoothing, z_loss, soft_cap, vocab_axis, rows, vocab)
     num_labels = jnp.sum(labels_M != ignore, dtype=jnp.int32)
-    return _loss_sum(options, x_MD, weight_VD, labels_M), num_labels
+    return _loss_sum(options, x_MD, weight_VD, labels_M.astype(jnp.int32)), num_labels
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
