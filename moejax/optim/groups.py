@@ -54,11 +54,11 @@ def _read_override(entry: Any) -> tuple[re.Pattern, float, float]:
         override = re.compile(pattern), float(lr_scale), float(weight_decay)
     except (TypeError, ValueError, re.error) as error:
         raise ValueError(
-            f"optim.groups has {entry!r}; an entry is (regex of names, lr_scale, weight_decay or -1)."
+            f"optim.groups has {entry!r}; an entry is (regex, lr_scale, weight_decay or -1)."
         ) from error
     if not (override[1] >= 0 and (override[2] >= 0 or override[2] == -1)):
         raise ValueError(
-            f"optim.groups has {entry!r}; lr_scale must be >= 0, weight_decay >= 0 or -1 to keep it."
+            f"optim.groups has {entry!r}; lr_scale must be >= 0, weight_decay >= 0 or -1."
         )
     return override
 

@@ -86,10 +86,15 @@ def layout_of(shape: tuple[int, ...], info: ParamInfo, per_head: bool) -> Matrix
             f"{info.name} has shape {shape}, but stack={info.stack} and axes={info.axes} "
             f"describe {info.stack + len(info.axes)} dims."
         )
-    sides = [_side(num_dims + dim, info, per_head, num_dims) for dim in info.matrix]
-    sides.sort(key=lambda dims: math.prod(shape[dim] for dim in dims))
-    rows, cols = sides
     entries = _stored_entries(info, shape)
+
+    def size_then_whole(side: list[int]) -> tuple[int, bool]:
+        return math.prod(shape[dim] for dim in side), not any(entries[dim] for dim in side)
+
+    # Of two equal sides the sharded one counts as rows, so that leaves sharded on their inputs
+    # and leaves sharded on their outputs go together.
+    sides = [_side(num_dims + dim, info, per_head, num_dims) for dim in info.matrix]
+    rows, cols = sorted(sides, key=size_then_whole)
     batch = [dim for dim in range(num_dims) if dim not in (*rows, *cols)]
     lead = [dim for dim in batch if entries[dim]][:1]
     rest = [dim for dim in batch if dim not in lead]

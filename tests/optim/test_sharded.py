@@ -94,9 +94,9 @@ def test_state_lies_with_its_parameters(toy):
         for path, s in jax.tree_util.tree_leaves_with_path(places)
     }
     gate_up = [s for path, s in by_path.items() if path.endswith("['kda']['gate_up']")]
-    assert gate_up == [P(None, None, "expert", "fsdp")] * 2
+    assert gate_up == [P("stage", None, "expert", "fsdp", None, "tensor")] * 2
     embed = [s for path, s in by_path.items() if path.endswith("['embed']")]
-    assert embed == [P(None, ("fsdp", "expert"))] * 3
+    assert embed == [P("tensor", ("fsdp", "expert"))] * 3
     assert {s for path, s in by_path.items() if path.endswith("count")} == {P()}
     with pytest.raises(ValueError, match="belongs to a parameter of shape"):
         state_shardings({"embed": params["kda"]["norm"]}, params, stored)
