@@ -62,12 +62,14 @@ class MatrixLayout:
         permuted = x_SRrc.reshape([self.shape[dim] for dim in self.order])
         return permuted.transpose([self.order.index(dim) for dim in range(len(self.order))])
 
-    def batch_axes(self, mesh_shape: Mapping[str, int]) -> MeshAxes:
-        """Mesh axes to spread S*R over: those of S first, so that S never leaves its devices."""
-        own = self.stored[0] or ()
-        inside = [axis for entry in self.stored[2:] for axis in entry or () if axis not in own]
-        ordered = dict.fromkeys((*own, *inside, *mesh_shape))
-        return tuple(axis for axis in ordered if mesh_shape[axis] > 1)
+    def batch_axes(self, mesh_shape: Mapping[str, int]) -> tuple[MeshAxes, MeshAxes]:
+        """Mesh axes to spread S*R over: those that store the leaf, then these and all others.
+
+        The axes of S come first, so that no part of S leaves its devices.
+        """
+        stored = [axis for dim in (0, 2, 3) for axis in self.stored[dim] or ()]
+        every = [axis for axis in mesh_shape if mesh_shape[axis] > 1 and axis not in stored]
+        return tuple(stored), (*stored, *every)
 
 
 def layout_of(shape: tuple[int, ...], info: ParamInfo, per_head: bool) -> MatrixLayout:

@@ -45,7 +45,7 @@ def newton_schulz(x: Float[Array, "*M r c"], steps: int = 5) -> Float[Array, "*M
         gram = y @ y.mT
         return a * y + (b * gram + c * (gram @ gram)) @ y
 
-    # A loop, not five copies: the update compiles in a third of the time and runs as fast.
+    # A loop, not five copies: on eight devices the update compiles in half the time, runs as fast.
     return jax.lax.fori_loop(0, steps, step, x / jnp.maximum(norm, 1.0))
 
 
@@ -130,14 +130,17 @@ def _spread(x_SRrc: Array, layout: MatrixLayout, steps: int) -> Array:
     """NS of [S, R, r, c], each device taking its share of whole matrices if a mesh is active."""
     S, R, r, c = x_SRrc.shape
     mesh = active_mesh()
-    axes = layout.batch_axes(mesh.shape) if mesh is not None else ()
+    stored_axes, axes = layout.batch_axes(mesh.shape) if mesh is not None else ((), ())
     if not axes:
         return newton_schulz(x_SRrc.reshape(S * R, r, c), steps).reshape(S, R, r, c)
     num_devices = math.prod(mesh.shape[axis] for axis in axes)
     stride = num_devices // math.gcd(S, num_devices)
     x_SRrc = jnp.pad(x_SRrc, ((0, 0), (0, -R % stride), (0, 0), (0, 0)))
-    stored, spread = P(*layout.stored), P(axes, None, None)
+    # Two moves each way: an all-to-all over the axes that store the leaf, then a slice (back: an
+    # all-gather) over those that repeat it. In one move the partitioner would replicate the whole.
+    stored, exchanged, spread = P(*layout.stored), P(stored_axes or None), P(axes)
     constrain = jax.lax.with_sharding_constraint
-    x_Mrc = constrain(x_SRrc, stored).reshape(-1, r, c)
+    x_Mrc = constrain(constrain(x_SRrc, stored).reshape(-1, r, c), exchanged)
     y_Mrc = constrain(newton_schulz(constrain(x_Mrc, spread), steps), spread)
-    return constrain(y_Mrc.reshape(S, -1, r, c), stored)[:, :R]
+    y_SRrc = constrain(y_Mrc, exchanged).reshape(S, -1, r, c)
+    return constrain(y_SRrc, stored)[:, :R]
