@@ -12,10 +12,12 @@ import jax  # noqa: E402
 import jaxtyping  # noqa: E402
 import pytest  # noqa: E402
 
-# Annotations, with shapes and dtypes, are checked at every call of the test run. An int is a float
-# here, as it is for type checkers (PEP 484).
-_CHECK = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
-_HOOK = jaxtyping.install_import_hook(["moejax", "pallas_kernels"], _CHECK)
+import tests.shape_checks  # noqa: E402, F401
+
+# Shapes and dtypes in signatures are checked at every call of the test run.
+_HOOK = jaxtyping.install_import_hook(
+    ["moejax", "pallas_kernels"], "tests.shape_checks.check_arrays"
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
