@@ -1,0 +1,67 @@
+"""Named cases of indexer_kl, tolerances, and what a case costs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.mla_attention.specs import segments
+
+# Relative RMS error against ref.py in float32 arithmetic, values and gradients alike.
+TOLERANCE = {"float32": 2e-5, "bfloat16": 1e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Sizes, and where documents begin; J None is the dense stage."""
+
+    B: int
+    T: int
+    N: int
+    C: int
+    R: int
+    U: int
+    u: int
+    J: int | None
+    starts: tuple[int, ...] = ()
+    padding: int = 0
+
+    def inputs(self, dtype=jnp.float32, seed: int = 0) -> dict[str, jax.Array]:
+        """Normal inputs of both attentions and segment ids; lse and indices are the caller's."""
+        keys = jax.random.split(jax.random.key(seed), 7)
+        shapes = {
+            "q_idx": (self.B, self.T, self.U, self.u),
+            "k_idx": (self.B, self.T, self.u),
+            "w_idx": (self.B, self.T, self.U),
+            "q_latent": (self.B, self.T, self.N, self.C),
+            "q_rope": (self.B, self.T, self.N, self.R),
+            "latent": (self.B, self.T, self.C),
+            "k_rope": (self.B, self.T, self.R),
+        }
+        arrays = {
+            name: jax.random.normal(key, shape).astype(dtype)
+            for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
+        return arrays | {"segment_ids": segments(self.B, self.T, self.starts, self.padding)}
+
+    def options(self) -> dict:
+        """Keyword options."""
+        return {"scale": (self.C + self.R) ** -0.5}
+
+    def flops(self) -> int:
+        """Forward multiply-adds times two: main scores and index dot products."""
+        keys = self.J if self.J is not None else (self.T + 1) // 2
+        return 2 * self.B * self.T * keys * (self.N * (self.C + self.R) + self.U * self.u)
+
+
+CASES = {
+    "one": Case(2, 1, 2, 8, 4, 3, 4, 1),
+    "one_dense": Case(2, 1, 2, 8, 4, 3, 4, None),
+    "odd63": Case(2, 63, 2, 8, 4, 3, 4, 7, starts=(40,)),
+    "odd65_dense": Case(2, 65, 2, 8, 4, 3, 4, None, starts=(1, 33), padding=7),
+    "more_than_all": Case(1, 63, 2, 8, 4, 3, 4, 80, padding=2),
+    "three_blocks": Case(1, 170, 2, 8, 4, 3, 4, 9, starts=(80,), padding=1),
+    "three_blocks_dense": Case(1, 170, 2, 8, 4, 3, 4, None, starts=(80,)),
+}
+LARGE = Case(1, 1024, 4, 16, 8, 4, 16, 8)
+LARGE_DENSE = dataclasses.replace(LARGE, J=None)

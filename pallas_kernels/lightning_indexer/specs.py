@@ -1,0 +1,62 @@
+"""Named cases of lightning_indexer, tolerances, and what a case costs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.mla_attention.specs import segments
+
+# Relative RMS error of the chosen scores against ref.py; the chosen keys agree but for near ties.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Sizes, and where documents begin; `padding` positions close each row."""
+
+    B: int
+    T: int
+    S: int
+    U: int
+    u: int
+    J: int
+    starts: tuple[int, ...] = ()
+    padding: int = 0
+
+    def inputs(self, dtype=jnp.float32, seed: int = 0, whole: bool = False) -> dict:
+        """Normal inputs; `whole` makes them small integers, so that scores tie and sums are exact."""
+        keys = jax.random.split(jax.random.key(seed), 3)
+        shapes = {
+            "q_idx": (self.B, self.T, self.U, self.u),
+            "k_idx": (self.B, self.S, self.u),
+            "w_idx": (self.B, self.T, self.U),
+        }
+        arrays: dict[str, jax.Array | None] = {}
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True):
+            whole_numbers = jax.random.randint(key, shape, -2, 3)
+            arrays[name] = (whole_numbers if whole else jax.random.normal(key, shape)).astype(dtype)
+        packed = self.starts or self.padding
+        arrays["segment_ids"] = segments(self.B, self.T, self.starts, self.padding) if packed else None
+        return arrays
+
+    def options(self) -> dict:
+        """Keyword options: queries are the last T of S positions."""
+        return {"top_k": self.J, "q_offset": self.S - self.T}
+
+    def flops(self) -> int:
+        """Multiply-adds times two of the dot products over visible pairs."""
+        pairs = self.T * self.S - self.T * (self.T - 1) // 2
+        return 2 * self.B * self.U * self.u * pairs
+
+
+CASES = {
+    "one": Case(2, 1, 1, 4, 4, 1),
+    "odd63": Case(2, 63, 63, 4, 4, 7),
+    "odd65_packed": Case(2, 65, 65, 4, 4, 16, starts=(1, 33), padding=7),
+    "one_key": Case(2, 65, 65, 1, 4, 1),
+    "more_than_all": Case(1, 63, 63, 4, 4, 80, starts=(40,)),
+    "two_blocks": Case(1, 300, 300, 4, 4, 9, starts=(150,), padding=3),
+    "later_queries": Case(1, 33, 290, 4, 4, 8),
+}
+LARGE = Case(1, 2048, 2048, 4, 16, 8)
