@@ -13,7 +13,6 @@ from moejax.optim.muon import muon_direction
 from moejax.optim.schedule import make_schedule
 from moejax.typing import PyTree
 
-Sharding = jax.sharding.Sharding
 P = jax.sharding.PartitionSpec
 
 
@@ -69,11 +68,11 @@ def state_shardings(opt_state: PyTree, params: PyTree, param_shardings: PyTree) 
     mesh = jax.tree.leaves(param_shardings)[0].mesh
     everywhere = jax.sharding.NamedSharding(mesh, P())
 
-    def of_leaf(path: tuple, leaf: jax.Array | jax.ShapeDtypeStruct) -> Sharding:
+    def of_leaf(path: tuple, leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.sharding.NamedSharding:
         if not leaf.shape:
             return everywhere
         tails = (known[path[start:]] for start in range(len(path)) if path[start:] in known)
-        shape, sharding = next(tails, (None, None))
+        shape, sharding = next(tails, (None, everywhere))
         if shape != leaf.shape:
             raise ValueError(
                 f"optimizer state {jax.tree_util.keystr(path)} of shape {leaf.shape} belongs to a "

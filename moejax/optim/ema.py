@@ -14,7 +14,7 @@ from moejax.typing import Array, PyTree
 class EmaState(NamedTuple):
     """Averaged parameters and the number of updates they saw."""
 
-    count: Array
+    step: Array
     average: PyTree
 
 
@@ -30,12 +30,12 @@ def parameter_ema(decay: float) -> optax.GradientTransformation:
         return EmaState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, params))
 
     def update(updates: PyTree, state: EmaState, params: PyTree) -> tuple[PyTree, EmaState]:
-        count = optax.safe_increment(state.count)
-        keep = jnp.minimum(decay, (1.0 + count) / (10.0 + count)).astype(jnp.float32)
+        step = optax.safe_increment(state.step)
+        keep = jnp.minimum(decay, (1.0 + step) / (10.0 + step)).astype(jnp.float32)
         average = jax.tree.map(
             lambda a, w, u: keep * a + (1.0 - keep) * (w + u), state.average, params, updates
         )
-        return updates, EmaState(count, average)
+        return updates, EmaState(step, average)
 
     return optax.GradientTransformation(init, update)
 

@@ -77,7 +77,7 @@ def _group(cfg: OptimConfig, overrides: list, info: ParamInfo) -> ParamGroup:
 class StepState(NamedTuple):
     """Updates applied so far; the schedule reads it."""
 
-    count: Array
+    step: Array
 
 
 def apply_groups(groups: PyTree, schedule: Schedule) -> optax.GradientTransformation:
@@ -90,7 +90,7 @@ def apply_groups(groups: PyTree, schedule: Schedule) -> optax.GradientTransforma
         return StepState(jnp.zeros((), jnp.int32))
 
     def update(updates: PyTree, state: StepState, params: PyTree) -> tuple[PyTree, StepState]:
-        scale = schedule(state.count)
+        scale = schedule(state.step)
 
         def leaf(direction: Array, param: Array, group: ParamGroup) -> Array:
             if group.weight_decay:
@@ -98,6 +98,6 @@ def apply_groups(groups: PyTree, schedule: Schedule) -> optax.GradientTransforma
             return -(group.lr * scale) * direction
 
         updates = jax.tree.map(leaf, updates, params, groups)
-        return updates, StepState(optax.safe_increment(state.count))
+        return updates, StepState(optax.safe_increment(state.step))
 
     return optax.GradientTransformation(init, update)

@@ -25,7 +25,7 @@ class MatrixLayout:
 
     shape: tuple[int, ...]
     order: tuple[int, ...]
-    stack: tuple[int, int, int, int]
+    stack: tuple[int, ...]
     stored: tuple[MeshAxes | None, ...]
 
     @property
@@ -77,11 +77,15 @@ def layout_of(shape: tuple[int, ...], info: ParamInfo, per_head: bool) -> Matrix
 
     Args:
       shape: stacked dims, then one dim for each of `info.axes`.
-      info: says which dims form the matrix; `info.matrix` is set.
+      info: says which dims form the matrix.
       per_head: one matrix per head, else heads merge into the side they belong to.
     Raises:
-      ValueError: the leaf has not the dims that `info` describes.
+      ValueError: `info` has no matrix, or other dims than the leaf.
     """
+    if info.matrix is None:
+        raise ValueError(
+            f"{info.name} has no matrix=(in, out), which Muon needs; give it to AdamW."
+        )
     num_dims = len(shape)
     if num_dims != info.stack + len(info.axes):
         raise ValueError(

@@ -130,8 +130,8 @@ def _spread(x_SRrc: Array, layout: MatrixLayout, steps: int) -> Array:
     """NS of [S, R, r, c], each device taking its share of whole matrices if a mesh is active."""
     S, R, r, c = x_SRrc.shape
     mesh = active_mesh()
-    stored_axes, axes = layout.batch_axes(mesh.shape) if mesh is not None else ((), ())
-    if not axes:
+    stored_axes, axes = layout.batch_axes({} if mesh is None else mesh.shape)
+    if mesh is None or not axes:
         return newton_schulz(x_SRrc.reshape(S * R, r, c), steps).reshape(S, R, r, c)
     num_devices = math.prod(mesh.shape[axis] for axis in axes)
     stride = num_devices // math.gcd(S, num_devices)

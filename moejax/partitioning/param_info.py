@@ -29,7 +29,9 @@ class ParamInfo:
 
     def __post_init__(self) -> None:
         if self.stack not in (0, 1, 2):
-            raise ValueError(f"{self.name}: stack={self.stack}; 0, 1 or 2 leading dims stack layers.")
+            raise ValueError(
+                f"{self.name}: stack={self.stack}; 0, 1 or 2 leading dims stack layers."
+            )
         if self.matrix is None:
             if self.head_axis is not None:
                 raise ValueError(f"{self.name}: head_axis={self.head_axis} needs matrix=(in, out).")

@@ -100,7 +100,7 @@ def test_state_lies_with_its_parameters(toy):
     assert gate_up == [P("stage", None, "expert", "fsdp", None, "tensor")] * 2
     embed = [s for path, s in by_path.items() if path.endswith("['embed']")]
     assert embed == [P("tensor", ("fsdp", "expert"))] * 3
-    assert {s for path, s in by_path.items() if path.endswith("count")} == {P()}
+    assert {s for path, s in by_path.items() if path.endswith(("count", "step"))} == {P()}
     with pytest.raises(ValueError, match="belongs to a parameter of shape"):
         state_shardings({"embed": params["kda"]["norm"]}, params, stored)
     with pytest.raises(ValueError, match="must be a scalar or shaped as its parameter"):
