@@ -90,7 +90,7 @@ def test_zero_logits_cost_ln_of_the_vocabulary():
 
 def test_random_head_starts_above_ln_v_by_half_the_variance():
     keys = jax.random.split(jax.random.key(0), 3)
-    num_rows, width, num_vocab, std = 400, 128, 4000, 0.1
+    num_rows, width, num_vocab, std = 4000, 128, 4000, 0.1
     x = jax.random.normal(keys[0], (num_rows, width))
     x *= jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True))
     weight = std * jax.random.normal(keys[1], (num_vocab, width))
