@@ -10,12 +10,13 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from moejax.config import ConfigError
 from moejax.observability.metrics import read_metrics, unwritable
 
 _COLORS = ("#1f5fa8", "#d1622b", "#3a8a4d", "#8455a3", "#b03a5b", "#6b6b6b")
-_STYLE = {"linewidth": 1.4}
+_WIDTH = 1.4
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -51,14 +52,16 @@ def _loss(axes: Axes, rows: Rows) -> None:
     if len(values):
         axes.plot(steps, values, color=_COLORS[0], linewidth=0.6, alpha=0.35)
         label = f"training, last {values[-1]:.3f}"
-        axes.plot(steps, _smooth(values), color=_COLORS[0], label=label, **_STYLE)
+        axes.plot(steps, _smooth(values), color=_COLORS[0], label=label, linewidth=_WIDTH)
     steps, values = _series(rows, "eval_loss")
     if len(values):
         label = f"validation, last {values[-1]:.3f}"
         _, per_byte = _series(rows, "eval_nats_per_byte")
         if len(per_byte):
             label += f" ({per_byte[-1]:.3f} nats/byte)"
-        axes.plot(steps, values, "o-", color=_COLORS[1], markersize=4, label=label, **_STYLE)
+        axes.plot(
+            steps, values, "o-", color=_COLORS[1], markersize=4, label=label, linewidth=_WIDTH
+        )
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=9)
 
@@ -66,7 +69,7 @@ def _loss(axes: Axes, rows: Rows) -> None:
 def _line(axes: Axes, rows: Rows, name: str, title: str, unit: str) -> None:
     _prepare(axes, title, unit)
     steps, values = _series(rows, name)
-    axes.plot(steps, values, color=_COLORS[2], **_STYLE)
+    axes.plot(steps, values, color=_COLORS[2], linewidth=_WIDTH)
     axes.set_ylim(bottom=0)
 
 
@@ -111,7 +114,7 @@ def _heat(figure: Figure, axes: Axes, rows: Rows, name: str, title: str) -> None
         cmap="viridis",
         extent=(steps[0] - 0.5, steps[-1] + 0.5, -0.5, len(load_XG) - 0.5),
     )
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step", fontsize=9)
     bar = figure.colorbar(image, ax=axes, pad=0.02, aspect=12)
     bar.ax.tick_params(labelsize=8)
@@ -191,7 +194,7 @@ def plot_curves(
         if len(values) > 80:
             axes.plot(steps, values, color=color, linewidth=0.5, alpha=0.25)
             values = _smooth(values)
-        axes.plot(steps, values, color=color, label=label, **_STYLE)
+        axes.plot(steps, values, color=color, label=label, linewidth=_WIDTH)
     axes.set_xlabel("step", fontsize=9)
     axes.legend(frameon=False, fontsize=9)
     return _save(figure, out_png)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import tensorboardX
 
@@ -12,6 +12,7 @@ from moejax.config import LogConfig
 from moejax.observability.metrics import MetricsLog, plain, unwritable
 
 
+@runtime_checkable
 class MetricsWriter(Protocol):
     """Takes the metrics of a step."""
 
