@@ -96,7 +96,7 @@ def _inside(x: _Chunk) -> _Inside:
 
 
 def _read(x: _Chunk, inside: _Inside, state_BNHh):
-    """What the entry state answers to the queries, its error at the keys, and the values written."""
+    """Answers of the entry state to the queries, its error at the keys, and the values written."""
     chunk = x.k_BNcH.shape[-2]
     rows = jnp.concatenate(
         [x.k_BNcH * inside.from_start_BNcH, x.q_BNcH * inside.from_start_BNcH], 2

@@ -39,7 +39,7 @@ def decays(g_cH):
 
     Returns:
       levels: for s = 1, 2, ..., c/2 the factors from the border between halves of s rows to each
-        row of the second half, and from each row of the first half to the border: [..., c/2s, s, H].
+        row of the second half, and from each row of the first half to it: [..., c/2s, s, H].
       from_start: sums of g from the chunk's start to each row, that row included, [..., c, H].
       to_end: sums of g after each row, [..., c, H].
     """
@@ -57,14 +57,9 @@ def decays(g_cH):
 
 
 def _same_segment(segment_ids_Bc, s):
-    """[B, 1, c/2s, s, s]: whether row i of a second half and row j of its first half belong together."""
+    """[B, 1, c/2s, s, s]: whether row i of a second half is in the document of row j before it."""
     first, second = _halves(segment_ids_Bc[:, None, :, None], s)
     return second == transposed(first)
-
-
-def _product(a, b):
-    """a @ b for small blocks, [..., m, w] x [..., w, n]."""
-    return matmul(a, b)
 
 
 def products_and_inverse(q_cH, k_cH, erase_cH, levels, segment_ids_Bc):
@@ -75,13 +70,13 @@ def products_and_inverse(q_cH, k_cH, erase_cH, levels, segment_ids_Bc):
     for to_row, to_border in levels:
         rows = [_halves(x, s)[1] * to_row for x in (q_cH, erase_cH)]
         columns = _halves(k_cH, s)[0] * to_border
-        parted = _product(jnp.concatenate(rows, axis=-2), transposed(columns))
+        parted = matmul(jnp.concatenate(rows, axis=-2), transposed(columns))
         parted_q, parted_e = parted[..., :s, :], parted[..., s:, :]
         if segment_ids_Bc is not None:
             same = _same_segment(segment_ids_Bc, s)
             parted_q, parted_e = jnp.where(same, parted_q, 0), jnp.where(same, parted_e, 0)
         first, second = _pairs(inverse)
-        inverse = _lower(first, -_product(second, _product(parted_e, first)), second)
+        inverse = _lower(first, -matmul(second, matmul(parted_e, first)), second)
         first, second = _pairs(triangle)
         triangle = _lower(first, parted_q, second)
         s *= 2
@@ -100,7 +95,7 @@ def _lower(first, corner, second):
 
 
 def products_vjp(q_cH, k_cH, erase_cH, levels, segment_ids_Bc, d_triangle, d_strict):
-    """Gradients to q, erase (as rows) and k (as columns) from those of the two triangles, [..., c, c].
+    """Gradients to q, erase (as rows) and k (as columns) from those of both triangles, [..., c, c].
 
     Only the lower parts of `d_triangle` and `d_strict` are read.
     """
@@ -115,8 +110,8 @@ def products_vjp(q_cH, k_cH, erase_cH, levels, segment_ids_Bc, d_triangle, d_str
         corner = corner.reshape(*corner.shape[:-3], 2 * s, s)
         rows = [_halves(x, s)[1] * to_row for x in (q_cH, erase_cH)]
         columns = _halves(k_cH, s)[0] * to_border
-        d_rows = _product(corner, columns)
-        d_columns = _product(transposed(corner), jnp.concatenate(rows, axis=-2)) * to_border
+        d_rows = matmul(corner, columns)
+        d_columns = matmul(transposed(corner), jnp.concatenate(rows, axis=-2)) * to_border
         nothing = jnp.zeros_like(d_columns)
         dq += _join(nothing, d_rows[..., :s, :] * to_row)
         d_erase += _join(nothing, d_rows[..., s:, :] * to_row)

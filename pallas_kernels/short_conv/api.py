@@ -61,5 +61,5 @@ def _check(x, taps, segment_ids, initial_state, activation):
     wanted = (B, taps.shape[0] - 1, X)
     if initial_state is not None and initial_state.shape != wanted:
         raise ValueError(
-            f"initial_state has shape {initial_state.shape}; x and taps need {wanted}."
+            f"initial_state has shape {initial_state.shape}; the taps need {wanted}."
         )
