@@ -13,6 +13,12 @@ SHAPES = ((64, 4096, 256, 256), (16, 4096, 32, 64), (8, 1024, 32, 64), (4, 512, 
 REPEATS = 10
 
 
+def temp_bytes(compiled) -> int:
+    """Bytes of temporaries of a compiled function; 0 where the platform does not tell."""
+    analysis = compiled.memory_analysis()
+    return analysis.temp_size_in_bytes if analysis is not None else 0
+
+
 def gradients(fn):
     """d rows and d weights of a smooth scalar."""
     return jax.grad(lambda rows, weights, sizes: jnp.sum(fn(rows, weights, sizes) ** 2), (0, 1))
@@ -27,7 +33,7 @@ def measure(fns, arguments):
             start = time.perf_counter()
             jax.block_until_ready(fn(*arguments))
             best[name] = min(best[name], time.perf_counter() - start)
-    memory = {n: c.memory_analysis().temp_size_in_bytes / 1e6 for n, c in compiled.items()}
+    memory = {n: temp_bytes(c) / 1e6 for n, c in compiled.items()}
     return {name: (best[name] * 1e3, memory[name]) for name in compiled}
 
 

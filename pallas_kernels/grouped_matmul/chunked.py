@@ -38,11 +38,11 @@ class _Tiles(NamedTuple):
     starts: Array
     firsts: Array
     ends: Array
-    count: Array
+    used: Array
 
 
 def _tiles(group_sizes_E, num_rows, tile_rows):
-    """Cuts each group into tiles; only the first `count` entries are meant."""
+    """Cuts each group into tiles; only the first `used` entries are meant."""
     num_groups = group_sizes_E.shape[0]
     # each nonempty group ends in at most one partial tile
     most = (num_rows + min(num_groups, num_rows) * (tile_rows - 1)) // tile_rows
@@ -58,8 +58,8 @@ def _tiles(group_sizes_E, num_rows, tile_rows):
     end_t = jnp.minimum(jnp.minimum(first_t + tile_rows, row_end_E[group_t]), num_rows)
     # the last tile moves up instead of reading past the rows, and its mask spares others' rows
     start_t = jnp.clip(first_t, 0, num_rows - tile_rows)
-    count = jnp.minimum(tile_end_E[-1], most)
-    return _Tiles(group_t, start_t, first_t, end_t, count)
+    used = jnp.minimum(tile_end_E[-1], most)
+    return _Tiles(group_t, start_t, first_t, end_t, used)
 
 
 def _owned(tiles, t, tile_rows):
@@ -100,7 +100,7 @@ def _grouped_matmul(mode, rows_RK, weights_EKF, group_sizes_E):
         return _write(out_RF, out_rF, tiles, t, _owned(tiles, t, tile_rows))
 
     out_RF = jnp.zeros((rows_RK.shape[0], width), rows_RK.dtype)
-    return lax.fori_loop(0, tiles.count, one_tile, out_RF)
+    return lax.fori_loop(0, tiles.used, one_tile, out_RF)
 
 
 def _grouped_matmul_fwd(mode, rows_RK, weights_EKF, group_sizes_E):
@@ -132,7 +132,7 @@ def _grouped_matmul_bwd(mode, residuals, d_out_RF):
         return _write(d_rows_RK, d_x_rK, tiles, t, owned_r1), d_weights_EKF
 
     init = jnp.zeros(rows_RK.shape, rows_RK.dtype), jnp.zeros(weights_EKF.shape, acc)
-    d_rows_RK, d_weights_EKF = lax.fori_loop(0, tiles.count, one_tile, init)
+    d_rows_RK, d_weights_EKF = lax.fori_loop(0, tiles.used, one_tile, init)
     return d_rows_RK, d_weights_EKF.astype(weights_EKF.dtype), None
 
 

@@ -1,11 +1,14 @@
 """Public entry of linear_xent."""
 
+from collections.abc import Callable
+from typing import Any
+
 from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels import choose
 from pallas_kernels.linear_xent import chunked, ref
 
-_IMPLS = {"chunked": chunked.linear_xent, "ref": ref.linear_xent}
+_IMPLS: dict[str, Callable[..., Any]] = {"chunked": chunked.linear_xent, "ref": ref.linear_xent}
 _ORDER = {"cpu": ("chunked",)}
 
 

@@ -113,7 +113,10 @@ def _all_rows(options, x_MD, weight_VD, labels_M, *, want_x, want_weight):
     num_rows, rows = x_MD.shape[0], options.rows
     acc = _acc_dtype(x_MD, weight_VD)
     d_weight_VD = jnp.zeros(weight_VD.shape, acc) if want_weight else None
-    one_chunk = functools.partial(_row_chunk, options, weight_VD, want_x=want_x)
+
+    def one_chunk(x_nD, labels_n, d_weight_VD):
+        return _row_chunk(options, weight_VD, x_nD, labels_n, d_weight_VD, want_x=want_x)
+
     if rows == num_rows:
         return one_chunk(x_MD, labels_M, d_weight_VD)
     num_chunks = -(-num_rows // rows)
@@ -124,7 +127,8 @@ def _all_rows(options, x_MD, weight_VD, labels_M, *, want_x, want_weight):
 
     def step(carry, chunk):
         loss, d_weight_VD = carry
-        chunk_loss, d_x_nD, d_weight_VD = one_chunk(*chunk, d_weight_VD)
+        x_nD, labels_n = chunk
+        chunk_loss, d_x_nD, d_weight_VD = one_chunk(x_nD, labels_n, d_weight_VD)
         return (loss + chunk_loss, d_weight_VD), d_x_nD
 
     init = jnp.zeros((), acc), d_weight_VD
