@@ -144,7 +144,7 @@ def build_section(cls: type, values: Mapping[str, Any], prefix: str = "") -> Any
 def _default_of(field: dataclasses.Field) -> Any:
     if field.default is not dataclasses.MISSING:
         return field.default
-    return field.default_factory()  # type: ignore[misc]
+    return field.default_factory()  # type: ignore[operator]
 
 
 def as_dict(section: Section) -> dict[str, Any]:

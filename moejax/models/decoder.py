@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from moejax.config import ModelConfig
@@ -29,13 +30,13 @@ class Stack(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, segment: Segment, rngs: nnx.Rngs, **options):
         self.segment = segment
-        self.runs = nnx.List([
-            _stacked_layer(cfg, run.kind, (segment.repeats, run.count), rngs, options) for run in segment.runs
-        ])  # fmt: skip
+        for i, run in enumerate(segment.runs):
+            layer = _stacked_layer(cfg, run.kind, (segment.repeats, run.count), rngs, options)
+            setattr(self, f"run{i}", layer)
 
     def __call__(self, residual: Residual, segment_ids_BT, dropout_key, policy: str) -> tuple[Residual, list[dict]]:
         """All layers of the segment; per run the auxiliary values, stacked [repeats, count, ...]."""
-        split = [nnx.split(run) for run in self.runs]
+        split = [nnx.split(getattr(self, f"run{i}")) for i in range(len(self.segment.runs))]
         graphs, states = [graph for graph, _ in split], [state for _, state in split]
 
         def layer(graph, residual, state, index):
@@ -85,7 +86,9 @@ class Decoder(nnx.Module):
         self.embed = Embed(cfg.vocab_size, cfg.dim, cfg.init_std, rngs)
         segments = segments_of(layer_kinds(cfg))
         options = {"track_max_logit": track_max_logit}
-        self.stacks = nnx.List([Stack(cfg, segment, rngs, **options) for segment in segments])
+        self.num_stacks = len(segments)
+        for i, segment in enumerate(segments):
+            setattr(self, f"stack{i}", Stack(cfg, segment, rngs, **options))
         if cfg.attn_res_block:
             self.final_mix = AttnRes(cfg.dim, cfg.norm_eps)
         self.final_norm = RmsNorm(cfg.dim, cfg.norm_eps)
@@ -95,7 +98,7 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None, *, dtype: Any = jnp.float32,
         remat: str = "none", dropout_key: jax.Array | None = None,
-    ) -> tuple[jax.Array, list[list[dict]]]:  # fmt: skip
+    ) -> tuple[jax.Array, Aux]:  # fmt: skip
         """Hidden states after the final norm.
 
         Args:
@@ -112,8 +115,8 @@ class Decoder(nnx.Module):
         x_BTD = constrain(self.embed(tokens_BT, dtype), ("batch", "seq", "embed"))
         residual = start_residual(x_BTD, num_sources(self.cfg.num_layers, self.cfg.attn_res_block))
         aux = []
-        for stack in self.stacks:
-            residual, stack_aux = stack(residual, segment_ids_BT, dropout_key, remat)
+        for i in range(self.num_stacks):
+            residual, stack_aux = getattr(self, f"stack{i}")(residual, segment_ids_BT, dropout_key, remat)
             aux.append(stack_aux)
         if self.cfg.attn_res_block:
             x_BTD = self.final_mix(residual.sources_XBTD, residual.last + 1)
@@ -132,15 +135,27 @@ class Decoder(nnx.Module):
         return jnp.einsum("btd,vd->btv", hidden_BTD, table_VD, preferred_element_type=full)
 
 
-def by_layer(aux: list[list[dict]], segments: tuple[Segment, ...], name: str) -> list[tuple[int, jax.Array]]:
-    """One auxiliary value of every layer that has it, as (layer number, value), in layer order."""
+Aux = list[list[dict]]  # per segment and run: values [repeats, count, ...]
+
+
+def layers_with(aux: Aux, segments: tuple[Segment, ...], name: str) -> list[int]:
+    """Numbers of the layers that have an auxiliary value, in the order in which the runs hold them."""
     found = []
     for segment, runs in zip(segments, aux, strict=True):
         offset = segment.first
         for run, values in zip(segment.runs, runs, strict=True):
             if name in values:
-                for repeat in range(segment.repeats):
-                    for i in range(run.count):
-                        found.append((offset + repeat * segment.period + i, values[name][repeat, i]))
+                starts = [offset + repeat * segment.period for repeat in range(segment.repeats)]
+                found += [start + i for start in starts for i in range(run.count)]
             offset += run.count
-    return sorted(found, key=lambda pair: pair[0])
+    return found
+
+
+def by_layer(aux: Aux, segments: tuple[Segment, ...], name: str) -> jax.Array | None:
+    """One auxiliary value of all layers that have it, stacked in layer order; None where no layer has it."""
+    layers = layers_with(aux, segments, name)
+    if not layers:
+        return None
+    values = [run[name] for runs in aux for run in runs if name in run]
+    flat = jnp.concatenate([v.reshape(-1, *v.shape[2:]) for v in values])
+    return flat[np.argsort(layers)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 from flax import nnx
 
@@ -25,10 +27,15 @@ class Experts(nnx.Module):
         """Weights as the exchange carries them: experts on dim 0, compute dtype."""
         return {"gate_up": use(self.gate_up, dtype), "down": use(self.down, dtype)}
 
-    def __call__(self, weights: dict[str, jax.Array], rows_RL: jax.Array, group_sizes_e: jax.Array) -> jax.Array:
-        """Each row through its expert; rows past the last group give 0."""
-        gate_up = weights["gate_up"].reshape(*weights["gate_up"].shape[:2], -1)
-        hidden_RF = grouped_matmul(
-            rows_RL, gate_up, group_sizes_e, activation=self.activation, situ_betas=self.betas
-        )
-        return grouped_matmul(hidden_RF, weights["down"], group_sizes_e)
+    def row_fn(self):
+        """``(weights, rows, group_sizes) -> rows``: each row through its expert. It closes over no array."""
+        return functools.partial(run_rows, activation=self.activation, betas=self.betas)
+
+
+def run_rows(
+    weights: dict[str, jax.Array], rows_RL: jax.Array, group_sizes_e: jax.Array, *, activation: str, betas: tuple
+) -> jax.Array:
+    """Rows sorted by expert through their experts; rows past the last group give 0."""
+    gate_up = weights["gate_up"].reshape(*weights["gate_up"].shape[:2], -1)
+    hidden_RF = grouped_matmul(rows_RL, gate_up, group_sizes_e, activation=activation, situ_betas=betas)
+    return grouped_matmul(hidden_RF, weights["down"], group_sizes_e)

@@ -48,7 +48,7 @@ class LatentMoe(nnx.Module):
             sent_BTA = kept_BTA
         latent_BTL = x_BTD @ use(self.latent_down, dtype) if cfg.latent_dim else x_BTD
         routed_BTL, stats = exchange_experts(
-            latent_BTL, sent_BTA, weights_BTA, self.experts.weights(dtype), self.experts,
+            latent_BTL, sent_BTA, weights_BTA, self.experts.weights(dtype), self.experts.row_fn(),
             num_experts=cfg.num_experts, exchange=cfg.exchange, buffer_factor=cfg.buffer_factor,
         )  # fmt: skip
         aux["rounds"] = stats.rounds

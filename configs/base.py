@@ -1,0 +1,316 @@
+"""Every field of a run, its default, and one comment each: the one place to look.
+
+A config file starts from this and changes what differs; `--config.section.field=value` changes one on the command line.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    """The defaults: the tiny model of the family."""
+    c = ConfigDict()
+    # random seed of initial weights, data order and dropout [>= 0 and < 2.14748e+09]
+    c.seed = 0
+    # checkpoint whose weights (only) a new run starts from; empty = fresh weights
+    c.init_from = ""
+    # folder of compiled programs; auto = the user's cache folder, off = none
+    c.compile_cache = "auto"
+
+    c.model = ConfigDict()
+    # label shown in logs
+    c.model.name = "tiny"
+    # tokens the embedding holds; at least the tokenizer's [>= 2]
+    c.model.vocab_size = 512
+    # model width D [>= 1]
+    c.model.dim = 64
+    # decoder layers [>= 1]
+    c.model.num_layers = 9
+    # attention kinds kda, mla, dsa: a pattern repeated over the layers
+    c.model.attention = "kda,kda,kda,dsa"
+    # attention kind of the last layer; empty = as the pattern says [one of '', 'kda', 'mla', 'dsa']
+    c.model.last_attention = "dsa"
+    # layers in one block of Attention Residuals; 0 = plain residual stream [>= 0]
+    c.model.attn_res_block = 3
+    # RMSNorm epsilon [> 0]
+    c.model.norm_eps = 1e-05
+    # standard deviation of initial linear maps and embeddings [> 0]
+    c.model.init_std = 0.02
+    # use the input embedding as output head
+    c.model.tie_embeddings = False
+    # dropout of every sublayer's output [>= 0 and < 1]
+    c.model.dropout = 0.0
+
+    c.model.kda = ConfigDict()
+    # heads N [>= 1]
+    c.model.kda.num_heads = 4
+    # query and key width H of a head [>= 1 and <= 256]
+    c.model.kda.head_dim = 16
+    # value width h of a head [>= 1]
+    c.model.kda.value_head_dim = 16
+    # taps of the short convolution [>= 1 and <= 16]
+    c.model.kda.conv_size = 4
+    # decay gate: bounded (K3) or softplus (Kimi-Linear) [one of 'bounded', 'softplus']
+    c.model.kda.gate = "bounded"
+    # smallest log decay of the bounded gate [>= -5 and < 0]
+    c.model.kda.gate_lower_bound = -5.0
+    # rank of the decay projection; 0 = one full matrix [>= 0]
+    c.model.kda.decay_rank = 16
+    # output gate projection: full or low_rank [one of 'full', 'low_rank']
+    c.model.kda.output_gate = "full"
+    # rank of the low-rank output gate [>= 1]
+    c.model.kda.output_gate_rank = 16
+    # positions handled at once; changes speed and rounding only [>= 1 and <= 256]
+    c.model.kda.chunk = 64
+
+    c.model.mla = ConfigDict()
+    # heads N [>= 1]
+    c.model.mla.num_heads = 4
+    # query latent width Q; 0 = queries straight from the input [>= 0]
+    c.model.mla.q_latent = 32
+    # key-value latent width C [>= 1]
+    c.model.mla.kv_latent = 16
+    # content width of a query or key head [>= 1]
+    c.model.mla.nope_dim = 16
+    # extra key dims R shared by all heads [>= 0]
+    c.model.mla.rope_dim = 8
+    # value width h of a head [>= 1]
+    c.model.mla.value_dim = 16
+    # epsilon of the two latent norms [> 0]
+    c.model.mla.latent_eps = 1e-06
+    # sigmoid gate on the output: none, elementwise, or one a head [one of 'none',
+    # 'elementwise', 'head']
+    c.model.mla.output_gate = "elementwise"
+    # rotation of the R dims: none (NoPE), interleaved or half-split pairs [one of 'none',
+    # 'interleaved', 'half']
+    c.model.mla.rope = "none"
+    # base of the rotation frequencies [> 1]
+    c.model.mla.rope_theta = 10000.0
+    # YaRN context extension; 1 = off [>= 1]
+    c.model.mla.yarn_factor = 1.0
+    # context length YaRN extends from [>= 1]
+    c.model.mla.yarn_original_length = 4096
+    # YaRN: turns above which a frequency is kept [> 0]
+    c.model.mla.yarn_beta_fast = 32.0
+    # YaRN: turns below which it is divided by the factor [> 0]
+    c.model.mla.yarn_beta_slow = 1.0
+    # YaRN: magnitude of cos and sin [>= 0]
+    c.model.mla.yarn_mscale = 1.0
+    # YaRN: magnitude of the softmax scale [>= 0]
+    c.model.mla.yarn_mscale_all_dim = 0.0
+
+    c.model.dsa = ConfigDict()
+    # indexer heads U [>= 1]
+    c.model.dsa.num_heads = 4
+    # indexer head width u [>= 1]
+    c.model.dsa.head_dim = 16
+    # keys J that a query attends to [>= 1]
+    c.model.dsa.top_k = 8
+    # rotation of the indexer's first R dims: none, interleaved, half [one of 'none',
+    # 'interleaved', 'half']
+    c.model.dsa.rope = "none"
+    # epsilon of the index key's LayerNorm [> 0]
+    c.model.dsa.k_norm_eps = 1e-05
+    # warmup: dense attention, only the indexer learns; sparse: both learn; frozen: indexer
+    # kept [one of 'warmup', 'sparse', 'frozen']
+    c.model.dsa.stage = "sparse"
+    # coefficient of the indexer's KL loss [>= 0]
+    c.model.dsa.kl_weight = 1.0
+
+    c.model.ffn = ConfigDict()
+    # first layers that have a dense feed-forward instead of experts [>= 0]
+    c.model.ffn.num_dense_layers = 1
+    # inner width of the dense feed-forward [>= 1]
+    c.model.ffn.dim = 128
+    # situ or swiglu, in every feed-forward part [one of 'situ', 'swiglu']
+    c.model.ffn.activation = "situ"
+    # SiTU bound of the gate [> 0]
+    c.model.ffn.situ_beta = 4.0
+    # SiTU bound of the linear part [> 0]
+    c.model.ffn.situ_linear_beta = 25.0
+
+    c.model.moe = ConfigDict()
+    # routed experts E [>= 1]
+    c.model.moe.num_experts = 16
+    # experts A that a token uses [>= 1]
+    c.model.moe.top_k = 4
+    # inner width F of an expert [>= 1]
+    c.model.moe.expert_dim = 32
+    # width L the experts work on; 0 = the model width (plain MoE) [>= 0]
+    c.model.moe.latent_dim = 32
+    # RMSNorm on the combined latent
+    c.model.moe.latent_norm = True
+    # shared experts, held as one of num_shared x expert_dim [>= 0]
+    c.model.moe.num_shared = 2
+    # router score: sigmoid or softmax [one of 'sigmoid', 'softmax']
+    c.model.moe.score = "sigmoid"
+    # runs of experts for group-limited routing [>= 1]
+    c.model.moe.num_groups = 1
+    # groups that stay open to a token [>= 1]
+    c.model.moe.top_groups = 1
+    # divide the chosen scores by their sum
+    c.model.moe.renormalize = True
+    # factor on the combine weights [> 0]
+    c.model.moe.route_scale = 1.0
+    # combine weights from biased scores
+    c.model.moe.weights_use_bias = False
+    # quantile (QB), bias_step, aux or none [one of 'quantile', 'bias_step', 'aux', 'none']
+    c.model.moe.balance = "quantile"
+    # step of the bias-step balancing [>= 0]
+    c.model.moe.bias_rate = 0.001
+    # coefficient of the sequence-wise auxiliary loss [>= 0]
+    c.model.moe.aux_weight = 0.0
+    # how tokens reach experts: auto, local, padded [one of 'auto', 'local', 'padded']
+    c.model.moe.exchange = "auto"
+    # exchange buffer relative to even routing; what does not fit takes another round [> 0]
+    c.model.moe.buffer_factor = 1.5
+    # 0 = dropless; else an expert takes this times its even share of a row, the rest is
+    # dropped and counted [>= 0]
+    c.model.moe.capacity_factor = 0.0
+
+    c.mesh = ConfigDict()
+    # pipeline stages (1 in this version) [>= -1]
+    c.mesh.stage = 1
+    # replicas of everything [>= -1]
+    c.mesh.data = 1
+    # devices that share the weights; -1 = what is left [>= -1]
+    c.mesh.fsdp = -1
+    # devices that share the experts [>= -1]
+    c.mesh.expert = 1
+    # devices that share a sequence (1 in this version) [>= -1]
+    c.mesh.context = 1
+    # devices that share a matrix (1 in this version) [>= -1]
+    c.mesh.tensor = 1
+
+    c.mesh.dcn = ConfigDict()
+    # part of this axis that crosses hosts or slices [>= 1]
+    c.mesh.dcn.stage = 1
+    # part of this axis that crosses hosts or slices [>= 1]
+    c.mesh.dcn.data = 1
+    # part of this axis that crosses hosts or slices [>= 1]
+    c.mesh.dcn.fsdp = 1
+    # part of this axis that crosses hosts or slices [>= 1]
+    c.mesh.dcn.expert = 1
+    # part of this axis that crosses hosts or slices [>= 1]
+    c.mesh.dcn.context = 1
+    # part of this axis that crosses hosts or slices [>= 1]
+    c.mesh.dcn.tensor = 1
+
+    c.data = ConfigDict()
+    # stdlib (Python's own source files), files, or synthetic [one of 'stdlib', 'files',
+    # 'synthetic']
+    c.data.source = "stdlib"
+    # globs of .txt .md .py files (a document each) or .jsonl (a document a line)
+    c.data.paths = ()
+    # field of a .jsonl line that holds the text
+    c.data.text_field = "text"
+    # path prefixes or folder names left out
+    c.data.exclude = ("test/", "site-packages/")
+    # byte, bpe (trained at first use), or the path of a tokenizer.json
+    c.data.tokenizer = "bpe"
+    # tokens of the trained BPE [>= 258]
+    c.data.bpe_vocab_size = 512
+    # share of the documents held out, chosen by a hash of their path [> 0 and < 100]
+    c.data.validation_percent = 5.0
+    # tokens in a packed row [>= 2]
+    c.data.seq_len = 512
+    # rows in an optimizer step, over all devices and microbatches [>= 1]
+    c.data.batch_size = 16
+    # documents of the synthetic source [>= 1]
+    c.data.synthetic_docs = 1000
+    # processes that prepare batches ahead; 0 = threads only [>= 0 and <= 64]
+    c.data.num_workers = 0
+    # batches prepared ahead [>= 1]
+    c.data.prefetch = 4
+
+    c.optim = ConfigDict()
+    # muon (matrices by Muon, the rest by AdamW) or adamw [one of 'muon', 'adamw']
+    c.optim.name = "muon"
+    # peak learning rate of matrices (Muon), or of everything (adamw) [> 0]
+    c.optim.lr = 0.02
+    # peak learning rate of embeddings, head, norms and other vectors [> 0]
+    c.optim.adam_lr = 0.004
+    # decoupled weight decay [>= 0]
+    c.optim.weight_decay = 0.1
+    # momentum of Muon [>= 0 and < 1]
+    c.optim.muon_momentum = 0.95
+    # Newton-Schulz iterations [>= 1 and <= 20]
+    c.optim.muon_steps = 5
+    # orthogonalise query, key and value maps head by head
+    c.optim.muon_per_head = True
+    # first-moment decay [>= 0 and < 1]
+    c.optim.adam_b1 = 0.9
+    # second-moment decay [>= 0 and < 1]
+    c.optim.adam_b2 = 0.95
+    # epsilon of AdamW [> 0]
+    c.optim.adam_eps = 1e-08
+    # parameters without weight decay: parts of their names
+    c.optim.no_decay = ("norm", "a_log", "dt_bias", "conv", "attn_res", "bias")
+    # overrides (regular expression of names, learning-rate factor, weight decay or -1)
+    c.optim.groups = ()
+    # cosine, wsd (warm-up, stable, decay) or constant [one of 'cosine', 'wsd', 'constant']
+    c.optim.schedule = "cosine"
+    # share of the steps that warm up [>= 0 and <= 1]
+    c.optim.warmup_fraction = 0.02
+    # learning rate at the end relative to the peak [>= 0 and <= 1]
+    c.optim.min_ratio = 0.1
+    # share of the steps that decay in wsd [>= 0 and <= 1]
+    c.optim.decay_fraction = 0.2
+    # step at which wsd begins to decay, whatever num_steps says; -1 = by decay_fraction [>= -1]
+    c.optim.decay_start = -1
+    # largest global gradient norm; 0 = no clipping [>= 0]
+    c.optim.clip_norm = 1.0
+    # decay of an average of the weights kept beside them; 0 = none [>= 0 and < 1]
+    c.optim.ema_decay = 0.0
+    # largest attention logit before QK-clip shrinks a head; 0 = off [>= 0]
+    c.optim.qk_clip = 0.0
+
+    c.train = ConfigDict()
+    # optimizer steps [>= 1]
+    c.train.num_steps = 400
+    # microbatches in a step [>= 1]
+    c.train.accumulation = 1
+    # dtype of activations and of weights at use: float32 or bfloat16 [one of 'float32', 'bfloat16']
+    c.train.compute_dtype = "float32"
+    # what the backward pass recomputes: none or full [one of 'none', 'full']
+    c.train.remat = "none"
+    # tokens a chunk of the loss; 0 = chosen by memory [>= 0]
+    c.train.rows_per_chunk = 0
+    # vocabulary a chunk of the loss; 0 = chosen by memory [>= 0]
+    c.train.vocab_per_chunk = 0
+    # coefficient of the squared log-partition loss [>= 0]
+    c.train.z_loss = 0.0
+    # stop after this step, as if interrupted; -1 = run to num_steps [>= -1]
+    c.train.stop_at = -1
+
+    c.eval = ConfigDict()
+    # steps between evaluations; 0 = only at the end [>= 0]
+    c.eval.every = 100
+    # batches of an evaluation; 0 = the whole validation split [>= 0]
+    c.eval.batches = 0
+    # rows of an evaluation batch; 0 = as in training [>= 0]
+    c.eval.batch_size = 0
+
+    c.checkpoint = ConfigDict()
+    # steps between checkpoints; 0 = only at the end [>= 0]
+    c.checkpoint.every = 100
+    # newest checkpoints kept [>= 1]
+    c.checkpoint.keep = 3
+    # also keep every checkpoint whose step is a multiple; 0 = none [>= 0]
+    c.checkpoint.keep_every = 0
+    # also keep the one with the lowest evaluation loss
+    c.checkpoint.keep_best = True
+    # write in the background
+    c.checkpoint.asynchronous = True
+
+    c.log = ConfigDict()
+    # steps between lines of metrics.jsonl [>= 1]
+    c.log.every = 1
+    # write TensorBoard events too
+    c.log.tensorboard = True
+    # show a progress bar
+    c.log.progress = True
+
+    c.profile = ConfigDict()
+    # steps to trace for xprof, as 10-12; empty = none
+    c.profile.steps = ""
+    return c

@@ -1,0 +1,46 @@
+"""Model FLOPs of a training token: what the maths needs, not what remat or padding adds."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+
+from moejax.config import ModelConfig
+from moejax.models.parts import ModelParts, flat_infos
+
+
+def matmul_params_per_token(parts: ModelParts) -> int:
+    """Weights that one token is multiplied with: maps and the head, of the experts only those it uses."""
+    moe = parts.cfg.moe
+    total = 0
+    for info, leaf in zip(flat_infos(parts.infos), jax.tree.leaves(parts.params), strict=True):
+        size = math.prod(leaf.shape)
+        if "experts" in info.axes:
+            size = size * moe.top_k // moe.num_experts
+        is_lookup = info.name.startswith("embed.") and not parts.cfg.tie_embeddings
+        if len(info.axes) >= 2 and not is_lookup:
+            total += size
+    return total
+
+
+def attention_flops_per_token(cfg: ModelConfig, seq_len: int) -> float:
+    """Forward FLOPs of the attention cores for one token of a row of `seq_len` (causal: half the keys on average).
+
+    KDA: three products with the state a head, 6 H h. Dense MLA: scores and values over T/2 keys. DSA: the same over at
+    most J keys, and the indexer's scores over T/2.
+    """
+    kda, mla, dsa = cfg.kda, cfg.mla, cfg.dsa
+    keys = seq_len / 2
+    per_key = 2 * mla.num_heads * (mla.nope_dim + mla.rope_dim + mla.value_dim)
+    of_kind = {
+        "kda": 6.0 * kda.num_heads * kda.head_dim * kda.value_head_dim,
+        "mla": per_key * keys,
+        "dsa": per_key * min(dsa.top_k, keys) + 2 * dsa.num_heads * dsa.head_dim * keys,
+    }
+    return sum(of_kind[kind] for kind in cfg.attention_kinds())
+
+
+def train_flops_per_token(parts: ModelParts, seq_len: int) -> float:
+    """Forward and backward: 6 FLOPs a weight, three times the attention cores."""
+    return 6.0 * matmul_params_per_token(parts) + 3.0 * attention_flops_per_token(parts.cfg, seq_len)

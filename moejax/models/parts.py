@@ -1,0 +1,109 @@
+"""A model as data before it is arrays: its graph, abstract parameters and what each says about itself."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from moejax.config import ModelConfig
+from moejax.layers.param import Balance, param_infos
+from moejax.models.decoder import Decoder, layer_kinds
+from moejax.models.grouping import Segment, segments_of
+from moejax.partitioning import ParamInfo
+
+
+class ModelParts(NamedTuple):
+    """A decoder split for pure functions; every tree is a nested plain dict.
+
+    Attributes:
+      cfg: the model's config.
+      graph: nnx graph definition.
+      params: ShapeDtypeStruct of every parameter.
+      balance: ShapeDtypeStruct of every balancing state.
+      infos: ParamInfo of every parameter.
+      segments: how layers are grouped.
+      options: what the graph was built with.
+    """
+
+    cfg: ModelConfig
+    graph: Any
+    params: dict
+    balance: dict
+    infos: dict
+    segments: tuple[Segment, ...]
+    options: dict
+
+    def init(self, key: jax.Array) -> tuple[dict, dict]:
+        """Fresh parameters and balancing state; run it inside jit with out_shardings."""
+        _, params, balance = nnx.split(Decoder(self.cfg, nnx.Rngs(params=key), **self.options), nnx.Param, Balance)
+        return nnx.to_pure_dict(params), nnx.to_pure_dict(balance)
+
+    def bind(self, params: dict, balance: dict) -> Decoder:
+        """The module with these arrays in it."""
+        return nnx.merge(self.graph, params, balance)
+
+    @property
+    def num_layers(self) -> int:
+        return self.cfg.num_layers
+
+    def moe_layers(self) -> list[int]:
+        """Numbers of the layers that have routed experts."""
+        return [i for i, kind in enumerate(layer_kinds(self.cfg)) if kind.ffn == "moe"]
+
+
+def model_parts(cfg: ModelConfig, *, track_max_logit: bool = False) -> ModelParts:
+    """The parts of a model, without allocating any of it (2.8 T parameters take seconds)."""
+    options = {"track_max_logit": track_max_logit}
+    abstract = nnx.eval_shape(lambda: Decoder(cfg, nnx.Rngs(params=0), **options))
+    graph, params, balance = nnx.split(abstract, nnx.Param, Balance)
+    infos = param_infos(params)
+    segments = segments_of(layer_kinds(cfg))
+    return ModelParts(cfg, graph, nnx.to_pure_dict(params), nnx.to_pure_dict(balance), infos, segments, options)
+
+
+def flat_infos(infos: dict) -> list[ParamInfo]:
+    """ParamInfo in the order of the parameters' leaves."""
+    return jax.tree.leaves(infos, is_leaf=lambda node: isinstance(node, ParamInfo))
+
+
+def _part_of(name: str) -> str:
+    """Which row of the parameter table a dotted name belongs to."""
+    for needle, part in (
+        ("embed.", "embedding"), ("head.", "head"), (".experts.", "routed experts"), (".shared.", "shared experts"),
+        (".router.", "router"), (".indexer.", "indexer"), ("latent_", "latent maps"), ("mix.", "attention residuals"),
+        ("norm.", "norms"), (".attn.", "attention"), (".ffn.", "dense feed-forward"),
+    ):  # fmt: skip
+        if name.startswith(needle) if not needle.startswith(".") and needle.endswith(("embed.", "head.")) else needle in name:
+            return part
+    return "other"
+
+
+def count_by_part(parts: ModelParts) -> dict[str, int]:
+    """Parameters by part; router biases (state) count with the router, as published totals do."""
+    counts: dict[str, int] = {}
+    for info, leaf in zip(flat_infos(parts.infos), jax.tree.leaves(parts.params), strict=True):
+        part = _part_of(info.name)
+        counts[part] = counts.get(part, 0) + math.prod(leaf.shape)
+    biases = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(parts.balance))
+    if biases:
+        counts["router"] = counts.get("router", 0) + biases
+    return counts
+
+
+def count_total_and_active(parts: ModelParts) -> tuple[int, int]:
+    """All parameters, and those a token uses: every one but the input embedding and the experts not chosen."""
+    counts = count_by_part(parts)
+    total, moe = sum(counts.values()), parts.cfg.moe
+    routed = counts.get("routed experts", 0)
+    idle = routed - routed * moe.top_k // moe.num_experts
+    embedding = 0 if parts.cfg.tie_embeddings else counts["embedding"]
+    return total, total - idle - embedding
+
+
+def zeros_like_abstract(tree: Any) -> Any:
+    """Zeros in the shapes of a tree of ShapeDtypeStructs."""
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)

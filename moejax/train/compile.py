@@ -1,0 +1,98 @@
+"""Compiling the step ahead of its first call, once, with what it cost; and the cache that saves it next time."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+_events = {"hits": 0, "misses": 0}
+_listening = False
+
+
+def _listen() -> None:
+    global _listening
+    if _listening:
+        return
+
+    def on_event(event: str, **_: Any) -> None:
+        if event.endswith("/compilation_cache/cache_hits"):
+            _events["hits"] += 1
+        elif event.endswith("/compilation_cache/cache_misses"):
+            _events["misses"] += 1
+
+    jax.monitoring.register_event_listener(on_event)
+    _listening = True
+
+
+def enable_cache(setting: str) -> pathlib.Path | None:
+    """Turns on JAX's persistent compilation cache.
+
+    Args:
+      setting: a folder; "auto" for the user's cache folder; "off" for none.
+    Returns:
+      The folder, None without a cache.
+    """
+    _listen()
+    if setting == "off":
+        return None
+    if jax.config.jax_compilation_cache_dir and setting == "auto":
+        return pathlib.Path(jax.config.jax_compilation_cache_dir)  # the caller has chosen one already
+    folder = pathlib.Path(setting).expanduser()
+    if setting == "auto":
+        root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        folder = pathlib.Path(root).expanduser() / "moejax" / "jax"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None  # a read-only home costs time, nothing else
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    return folder
+
+
+class Compiled(NamedTuple):
+    """A compiled program and what is known of it.
+
+    Attributes:
+      call: the executable.
+      compile_s: seconds of tracing, lowering and compiling.
+      cache: "warm" when it came out of the cache, "cold" when it was compiled, "off" without a cache.
+      traces: how often the Python function was traced since; a list so that it counts on. 1 is right.
+      peak_bytes: memory a device needs while it runs: arguments, results and temporaries.
+    """
+
+    call: Callable
+    compile_s: float
+    cache: str
+    traces: list[int]
+    peak_bytes: int
+
+
+def compile_once(fn: Callable, *args: Any, **jit_options: Any) -> Compiled:
+    """`fn` compiled for arguments of these shapes and shardings (arrays or ShapeDtypeStructs)."""
+    traces = [0]
+
+    def counted(*inner):
+        traces[0] += 1
+        return fn(*inner)
+
+    _listen()
+    before, start = dict(_events), time.perf_counter()
+    executable = jax.jit(counted, **jit_options).lower(*args).compile()
+    seconds = time.perf_counter() - start
+    hit = _events["hits"] > before["hits"]
+    missed = _events["misses"] > before["misses"]
+    cache = "warm" if hit else "cold" if missed else "off"
+    return Compiled(executable, seconds, cache, traces, _peak_bytes(executable))
+
+
+def _peak_bytes(executable: Any) -> int:
+    memory = executable.memory_analysis()
+    if memory is None:
+        return 0
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return held + memory.temp_size_in_bytes

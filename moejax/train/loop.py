@@ -1,0 +1,180 @@
+"""The training loop: batches through the compiled step, and everything that happens beside it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from moejax.checkpoint import Checkpoints
+from moejax.config import as_dict
+from moejax.data import TrainIterator
+from moejax.models.flops import train_flops_per_token
+from moejax.observability import DeadExperts, Progress, StepProfiler, Writers, peak_flops
+from moejax.optim import ema_params
+from moejax.train.compile import Compiled, compile_once
+from moejax.train.diagnose import NonFiniteError, first_bad_tensor
+from moejax.train.evaluate import EvalResult, Evaluator, put_batch
+from moejax.train.signals import StopRequest
+from moejax.train.state import Program, TrainState, as_tree
+from moejax.train.step import train_step
+
+
+class Pending(NamedTuple):
+    """A step that was handed to the devices and not looked at yet."""
+
+    step: int
+    batch: dict[str, jax.Array]
+    metrics: dict[str, jax.Array]
+    position: dict[str, Any]
+
+
+class Loop:
+    """One process' part of a run, from `state` to `train.num_steps`."""
+
+    def __init__(
+        self, program: Program, state: TrainState, iterator: TrainIterator, evaluator: Evaluator,
+        checkpoints: Checkpoints, writers: Writers, progress: Progress, profiler: StepProfiler, tokens: int,
+    ):  # fmt: skip
+        self.program, self.state, self.iterator, self.evaluator = program, state, iterator, evaluator
+        self.checkpoints, self.writers, self.progress, self.profiler = checkpoints, writers, progress, profiler
+        self.cfg = program.cfg
+        self.start_step = int(state.step)
+        self.tokens = tokens
+        self.step_tokens = self.cfg.data.batch_size * self.cfg.data.seq_len
+        self.compiled: Compiled | None = None
+        self.first_step_s: float | None = None
+        self.last: dict[str, Any] = {}
+        self.last_eval: EvalResult | None = None
+        self.best_eval = float("inf")
+        moe = self.cfg.model.moe
+        self.dead = DeadExperts(len(program.parts.moe_layers()), moe.num_experts)
+        self.flops_per_token = train_flops_per_token(program.parts, self.cfg.data.seq_len)
+        self.peak = peak_flops(jax.devices()[0], self.cfg.train.compute_dtype)[0] * len(program.mesh.devices.flat)
+        self._began = self._mark = time.perf_counter()
+        self._pending: list[Pending] = []
+
+    def run(self, stop: StopRequest) -> str:
+        """Steps until the end, a signal, or `train.stop_at`. Returns why it ended, in words."""
+        total, stop_at = self.cfg.train.num_steps, self.cfg.train.stop_at
+        for step in range(self.start_step + 1, total + 1):
+            self._dispatch(step)
+            ask_stop = stop.signum is not None or step == stop_at
+            if self._is_milestone(step) or ask_stop or step == total:
+                self._drain(0)
+                self._milestone(step, final=step == total, saving=ask_stop)
+            else:
+                self._drain(1)  # look at the step before while this one runs
+            if stop.signum is not None:
+                return f"stopped by {stop.name} after step {step}"
+            if step == stop_at and step != total:
+                return f"stopped after step {step} as train.stop_at asks"
+        return "finished"
+
+    def _dispatch(self, step: int) -> None:
+        batch = put_batch(self.program, next(self.iterator), self.cfg.train.accumulation)
+        if self.compiled is None:
+            self.compiled = self._compile(batch)
+        self.profiler.before(step)
+        self.state, metrics = self.compiled.call(self.state, batch)
+        self.profiler.after(step, metrics)
+        self._pending.append(Pending(step, batch, metrics, self.iterator.get_state()))
+
+    def _compile(self, batch: dict[str, jax.Array]) -> Compiled:
+        program = self.program
+        with jax.set_mesh(program.mesh):
+            return compile_once(
+                lambda state, batch: train_step(program, state, batch), self.state, batch,
+                donate_argnums=0, out_shardings=(program.shardings, None),
+            )  # fmt: skip
+
+    def _drain(self, keep: int) -> None:
+        """Looks at the oldest pending steps until `keep` are left."""
+        while len(self._pending) > keep:
+            done = self._pending.pop(0)
+            host = jax.device_get(done.metrics)
+            if self.first_step_s is None:
+                self.first_step_s = time.perf_counter() - self._began
+            if not host["finite"]:
+                self._stop_not_finite(done, float(host["loss"]))
+            now = time.perf_counter()
+            step_s, self._mark = now - self._mark, now
+            self.tokens += self.step_tokens
+            self._report(done.step, host, step_s)
+
+    def _stop_not_finite(self, done: Pending, loss: float) -> None:
+        where = first_bad_tensor(self.program, self.state, done.batch)
+        good = self.checkpoints.latest_step()
+        kept = f"the last good checkpoint is {self.checkpoints.path(good)}" if good is not None else "nothing was saved"
+        raise NonFiniteError(
+            f"loss {loss} at step {done.step}: first bad tensor: {where}; {kept}. "
+            "Lower the learning rate or look at the data of this step."
+        )
+
+    def _report(self, step: int, host: dict[str, np.ndarray], step_s: float) -> None:
+        rate = self.step_tokens / step_s
+        row: dict[str, Any] = {
+            "loss": float(host["loss"]),
+            "eval_loss": None,
+            "eval_nats_per_byte": None,
+            "grad_norm": float(host["grad_norm"]),
+            "lr": float(host["lr"]),
+            "tokens": self.tokens,
+            "tokens_per_s": rate,
+            "step_s": step_s,
+            "mfu": rate * self.flops_per_token / self.peak,
+            "model_flops_per_token": self.flops_per_token,
+            "peak_memory_bytes": self.compiled.peak_bytes if self.compiled else 0,
+        }
+        if "load" in host:
+            load = np.asarray(host["load"], np.float64)
+            mean = np.maximum(load.mean(-1), 1e-9)
+            row["moe_load_max"] = (load.max(-1) / mean).tolist()
+            row["moe_load_min"] = (load.min(-1) / mean).tolist()
+            row["moe_dropped"] = np.asarray(host["dropped"]).tolist()
+            row["moe_rounds"] = np.asarray(host["rounds"]).tolist()
+            row["dead_experts"] = self.dead.update(step, host["load"]).tolist()
+        for name in ("indexer_kl", "aux_loss", "max_logit"):
+            if name in host:
+                row[name] = np.asarray(host[name]).tolist()
+        self.last = row
+        self.progress.update(step, row)
+        # A milestone's line is written once its evaluation is known.
+        if not self._is_milestone(step) and step != self.cfg.train.num_steps and step % self.cfg.log.every == 0:
+            self.writers.write(step, row)
+
+    def _is_milestone(self, step: int) -> bool:
+        due = self.cfg.eval.every > 0 and step % self.cfg.eval.every == 0
+        return due or self.checkpoints.due(step) or step == self.cfg.train.stop_at
+
+    def _milestone(self, step: int, *, final: bool, saving: bool) -> None:
+        """Evaluates and saves where it is due; then writes the step's line."""
+        evaluate = final or (self.cfg.eval.every > 0 and step % self.cfg.eval.every == 0)
+        is_best = False
+        if evaluate:
+            result = self.last_eval = self.evaluate()
+            is_best = result.loss < self.best_eval
+            self.best_eval = min(self.best_eval, result.loss)
+            self.last |= {"eval_loss": result.loss, "eval_nats_per_byte": result.nats_per_byte}
+            self.progress.print(
+                f"step {step}: validation loss {result.loss:.4f} a token, {result.nats_per_byte:.4f} nats a byte"
+            )
+        self.writers.write(step, self.last)
+        if final or saving or self.checkpoints.due(step) or (is_best and self.cfg.checkpoint.keep_best):
+            self.save(step)
+        self._mark = time.perf_counter()  # evaluation and saving are no part of a step's time
+
+    def evaluate(self) -> EvalResult:
+        """Validation loss of the current weights, or of their average where one is kept."""
+        params = ema_params(self.state.opt_state) if self.cfg.optim.ema_decay else self.state.params
+        return self.evaluator(params, self.state.balance)
+
+    def save(self, step: int) -> None:
+        """Saves everything a resumed run needs to repeat the same bits."""
+        position = {"data": self.iterator.get_state(), "tokens": self.tokens}
+        metrics = {k: v for k, v in self.last.items() if k in ("eval_loss", "loss") and v is not None}
+        self.checkpoints.save(
+            step, as_tree(self.state, self.cfg.seed), position=position, config=as_dict(self.cfg), metrics=metrics
+        )

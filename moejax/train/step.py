@@ -1,0 +1,223 @@
+"""One training step: microbatches, loss, gradients, update, balancing. Pure; the one jitted entry."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moejax.layers.moe.balance import new_bias
+from moejax.layers.param import use
+from moejax.models.decoder import by_layer
+from moejax.models.parts import zeros_like_abstract
+from moejax.optim import clip_key, clip_query, global_norm, make_schedule, qk_clip_factors
+from moejax.partitioning import BATCH_AXES, batch_local
+from moejax.train.state import Program, TrainState
+from pallas_kernels.linear_xent import linear_xent
+
+Batch = dict[str, jax.Array]  # tokens, labels, segment_ids: int32 [microbatches, B, T]
+
+
+def batch_sharding(program: Program) -> NamedSharding:
+    """Where a batch lives: microbatches in front, rows over data x fsdp x expert."""
+    return NamedSharding(program.mesh, P(None, BATCH_AXES))
+
+
+def token_loss(program: Program, model, hidden_BTD: jax.Array, labels_BT: jax.Array) -> jax.Array:
+    """Summed cross entropy of the labels that count, float32; logits exist in chunks only."""
+    cfg = program.cfg.train
+    table_VD = use(model.head_table(), hidden_BTD.dtype)
+
+    def local(hidden_BTD, labels_BT, table_VD):
+        loss, _ = linear_xent(
+            hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), table_VD, labels_BT.reshape(-1), z_loss=cfg.z_loss,
+            rows_per_chunk=cfg.rows_per_chunk or None, vocab_per_chunk=cfg.vocab_per_chunk or None,
+        )  # fmt: skip
+        return loss[None]
+
+    return jnp.sum(batch_local(local, (0, 0))(hidden_BTD, labels_BT, table_VD))
+
+
+def _forward(program: Program, params: dict, balance: dict, micro: Batch, key: jax.Array | None, training: bool):
+    cfg = program.cfg.train
+    model = program.parts.bind(params, balance)
+    hidden_BTD, aux = model(
+        micro["tokens"], micro["segment_ids"], dtype=jnp.dtype(cfg.compute_dtype),
+        remat=cfg.remat if training else "none", dropout_key=key,
+    )  # fmt: skip
+    return token_loss(program, model, hidden_BTD, micro["labels"]), aux
+
+
+def _counts(batch: Batch) -> dict[str, jax.Array]:
+    """Denominators over the whole batch, so that accumulation does not change any mean."""
+    same = batch["segment_ids"][..., 1:] == batch["segment_ids"][..., :-1]
+    return {
+        "labels": jnp.maximum(jnp.sum(batch["labels"] >= 0), 1).astype(jnp.float32),
+        # Queries with more than one visible key: the first token of a document has a KL of 0 by definition.
+        "queries": jnp.maximum(jnp.sum(same & (batch["segment_ids"][..., 1:] > 0)), 1).astype(jnp.float32),
+        "rows": jnp.float32(batch["tokens"].shape[0] * batch["tokens"].shape[1]),
+    }
+
+
+def micro_loss(program: Program, params, balance, micro: Batch, counts, key) -> tuple[jax.Array, dict]:
+    """This microbatch's share of the step's loss, and what it measured."""
+    model, segments = program.cfg.model, program.parts.segments
+    loss_sum, aux = _forward(program, params, balance, micro, key, training=True)
+    measured = {"loss": loss_sum / counts["labels"], "aux": aux}
+    kl, aux_loss = by_layer(aux, segments, "indexer_kl"), by_layer(aux, segments, "aux_loss")
+    warmup = model.dsa.stage == "warmup" and kl is not None
+    objective = jnp.zeros_like(loss_sum) if warmup else measured["loss"]
+    if kl is not None:
+        objective = objective + model.dsa.kl_weight * jnp.sum(kl) / counts["queries"]
+    if aux_loss is not None:
+        objective = objective + model.moe.aux_weight * jnp.sum(aux_loss) / counts["rows"]
+    return objective, jax.lax.stop_gradient(measured)
+
+
+_TAKE_MAX = ("rounds", "max_logit")  # over microbatches; everything else is a sum
+
+
+def _start(path, shape) -> jax.Array:
+    """What a measured value starts from before the first microbatch."""
+    lowest = -jnp.inf if path[-1].key in _TAKE_MAX else 0
+    return jnp.full(shape.shape, lowest, shape.dtype)
+
+
+def _add(path, total: jax.Array, new: jax.Array) -> jax.Array:
+    return jnp.maximum(total, new) if path[-1].key in _TAKE_MAX else total + new
+
+
+def gradients(program: Program, state: TrainState, batch: Batch) -> tuple[dict, dict]:
+    """Gradient of the step's loss, float32, and the measured values; one pass a microbatch."""
+    counts = _counts(batch)
+    key = None
+    if program.cfg.model.dropout:
+        key = jax.random.fold_in(jax.random.key(program.cfg.seed), state.step)
+
+    def one(micro: Batch, number: jax.Array):
+        micro_key = None if key is None else jax.random.fold_in(key, number)
+        fn = lambda params: micro_loss(program, params, state.balance, micro, counts, micro_key)  # noqa: E731
+        (_, measured), grads = jax.value_and_grad(fn, has_aux=True)(state.params)
+        return grads, measured
+
+    num_micro = batch["tokens"].shape[0]
+    first = jax.tree.map(lambda a: a[0], batch)
+    if num_micro == 1:
+        grads, measured = one(first, jnp.int32(0))
+        return _stored(program, grads), measured
+
+    def accumulate(total, xs):
+        grads, measured = one(*xs)
+        grads = _stored(program, jax.tree.map(jnp.add, total[0], grads))
+        return (grads, jax.tree_util.tree_map_with_path(_add, total[1], measured)), None
+
+    grads, measured = jax.eval_shape(one, first, jnp.int32(0))
+    start = (
+        _stored(program, zeros_like_abstract(grads)),
+        jax.tree_util.tree_map_with_path(_start, measured),
+    )
+    return jax.lax.scan(accumulate, start, (batch, jnp.arange(num_micro, dtype=jnp.int32)))[0]
+
+
+def _stored(program: Program, grads: dict) -> dict:
+    """Gradients in the layout of their parameters: a reduce-scatter, not an all-reduce, where the platform has it."""
+    return jax.tree.map(jax.lax.with_sharding_constraint, grads, program.shardings.params)
+
+
+def _trainable(program: Program, updates: dict) -> dict:
+    """Updates of what this stage trains: only the indexer in DSA warm-up, all but it when it is frozen."""
+    stage = program.cfg.model.dsa.stage
+    has_indexer = "dsa" in program.cfg.model.attention_kinds()
+    if not has_indexer or stage == "sparse":
+        return updates
+    wanted = stage == "warmup"
+    return jax.tree.map(
+        lambda info, u: u if (".indexer." in info.name) == wanted else jnp.zeros_like(u), program.parts.infos, updates
+    )
+
+
+def _each_run(program: Program, aux):
+    """(stack name, run name, kind, that run's auxiliary values) of every run."""
+    for s, (segment, runs) in enumerate(zip(program.parts.segments, aux, strict=True)):
+        for r, (run, values) in enumerate(zip(segment.runs, runs, strict=True)):
+            yield f"stack{s}", f"run{r}", run.kind, values
+
+
+def _next_balance(program: Program, balance: dict, aux) -> dict:
+    """Balancing state for the next step: each run's biases [repeats, count, E] from what its layers measured."""
+    out = jax.tree.map(lambda leaf: leaf, balance)  # fresh dicts
+    for stack, run, kind, values in _each_run(program, aux):
+        if kind.ffn == "moe":
+            router = out[stack][run]["ffn"]["router"]
+            counts = values.get("bias_counts")
+            router["bias"] = new_bias(program.cfg.model.moe, router["bias"], values["load"], counts)
+    return out
+
+
+def _clip_qk(program: Program, params: dict, aux) -> dict:
+    """Query and key weights of heads whose logits passed the threshold, shrunk (QK-clip)."""
+    tau = program.cfg.optim.qk_clip
+    if not tau:
+        return params
+    out = jax.tree.map(lambda leaf: leaf, params)
+    for stack, run, kind, values in _each_run(program, aux):
+        if kind.attention != "kda":
+            attn = out[stack][run]["attn"]
+            gamma = qk_clip_factors(values["max_logit"], tau)
+            query = "q_b" if "q_b" in attn else "q"
+            attn[query] = clip_query(attn[query], gamma, program.cfg.model.mla.nope_dim)
+            attn["k_b"] = clip_key(attn["k_b"], gamma)
+    return out
+
+
+def train_step(program: Program, state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
+    """One update.
+
+    Args:
+      program: static parts of the run.
+      state: state before the step; donate it.
+      batch: int32 arrays [microbatches, B, T], rows sharded as :func:`batch_sharding`.
+    Returns:
+      The next state (the old one where loss or gradient is not finite, so that nothing is spoilt), and metrics:
+      scalars, and values [layers, ...] of the layers that have them.
+    """
+    grads, measured = gradients(program, state, batch)
+    norm = global_norm(grads)
+    updates, opt_state = program.optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, _trainable(program, updates))
+    params = _clip_qk(program, params, measured["aux"])
+    new = TrainState(
+        params, opt_state, _next_balance(program, state.balance, measured["aux"]), state.step + 1
+    )
+    ok = jnp.isfinite(measured["loss"]) & jnp.isfinite(norm)
+    new = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, state)
+    return new, _metrics(program, state, batch, measured, norm, ok)
+
+
+def _metrics(program: Program, state: TrainState, batch: Batch, measured: dict, norm, ok) -> dict:
+    segments, counts = program.parts.segments, _counts(batch)
+    schedule = make_schedule(program.cfg.optim, program.cfg.train.num_steps)
+    out = {
+        "loss": measured["loss"],
+        "grad_norm": norm,
+        "finite": ok,
+        "lr": schedule(state.step) * program.cfg.optim.lr,
+        "labels": counts["labels"],
+    }
+    for name, scale in (
+        ("load", None), ("dropped", None), ("rounds", None), ("max_logit", None),
+        ("indexer_kl", counts["queries"]), ("aux_loss", counts["rows"]),
+    ):  # fmt: skip
+        value = by_layer(measured["aux"], segments, name)
+        if value is not None:
+            out[name] = value if scale is None else value / scale
+    return out
+
+
+def eval_step(program: Program, params: dict, balance: dict, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """Summed token loss of a batch [1, B, T] and how many labels it has."""
+    micro = jax.tree.map(lambda a: a[0], batch)
+    loss_sum, _ = _forward(program, params, balance, micro, None, training=False)
+    return loss_sum, jnp.sum(micro["labels"] >= 0)
