@@ -1,6 +1,7 @@
-"""What every test shares: eight CPU devices, checked signatures, a compilation cache."""
+"""What every test shares: eight CPU devices, checked signatures, the marks of the tiers."""
 
 import os
+from pathlib import Path
 
 # XLA reads its flags once, when the first backend starts, so they are set before jax is imported.
 _DEVICES = "--xla_force_host_platform_device_count"
@@ -20,8 +21,29 @@ _HOOK = jaxtyping.install_import_hook(
 )
 
 
+# Whole files of the quick tier, beside the tests that carry its mark: between them they touch
+# each library whose next release could break us (jax, flax, optax, orbax, grain, tokenizers).
+_QUICK = (
+    "checkpoint/test_checkpoints.py",
+    "data/test_packing.py",
+    "data/test_pipeline.py",
+    "data/test_tokenize.py",
+    "kernels/test_permute.py",
+    "observability/test_metrics.py",
+    "optim/test_build.py",
+    "optim/test_schedule.py",
+)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what needs a GPU where there is none, and says how to run it."""
+    """Marks the quick tier; skips what needs a GPU where there is none, and says what to do."""
+    here = Path(__file__).parent
+    quick = {here / name for name in _QUICK}
+    if missing := [str(path) for path in quick if not path.exists()]:
+        raise pytest.UsageError(f"tests/conftest.py lists {missing}, which are not there")
+    for item in items:
+        if item.path in quick:
+            item.add_marker("quick")
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if gpu_items and jax.default_backend() != "gpu":
         skip = pytest.mark.skip(reason="no GPU here; with one, set JAX_PLATFORMS=cuda,cpu")
