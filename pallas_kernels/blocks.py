@@ -1,7 +1,7 @@
 """What the chunked attention ops share: query blocks, visibility, row gathers and row sums.
 
-Every function keeps the batch dimension first and never mixes it, so that a program sharded over the
-batch needs no exchange here.
+Every function keeps the batch dimension first and never mixes it, so that a program sharded over
+the batch needs no exchange here.
 """
 
 import math
@@ -49,7 +49,7 @@ def scan_queries(
     xs: tuple[jax.Array, ...],
     limit: int,
 ) -> tuple[Any, tuple]:
-    """Runs `body(carry, start, blocks) -> (carry, outputs)` over blocks of dim 1 of every x in `xs`.
+    """Runs `body(carry, start, blocks) -> (carry, outputs)` over blocks of dim 1 of all `xs`.
 
     `start` is the block's first position. The last block may reach past the end: its extra rows are
     those of `pad_dim1`, and what `body` returns for them is cut off.
@@ -149,7 +149,7 @@ def check_both_segments(
 
 
 def check_shapes(op: str, dims: str, **arrays: jax.Array) -> dict[str, int]:
-    """Sizes of the letters in `dims`, e.g. "q: B T N H; k: B S N H". Raises ValueError if they clash.
+    """Sizes of the letters in `dims`, "q: B T N H; k: B S N H". Raises ValueError if they clash.
 
     All named arrays must be floating.
     """
@@ -181,7 +181,8 @@ def check_indices(op: str, indices: jax.Array, batch: int, queries: int) -> None
     """Raises ValueError unless `indices` is an integer [B, T, J]."""
     if indices.ndim != 3 or indices.shape[:2] != (batch, queries):
         raise ValueError(
-            f"{op}: indices has shape {tuple(indices.shape)}, allowed is [B={batch} T={queries} J]. "
+            f"{op}: indices has shape {tuple(indices.shape)}, allowed is "
+            f"[B={batch} T={queries} J]. "
             f"Give a row of key positions per query, -1 for an empty slot."
         )
     if not jnp.issubdtype(indices.dtype, jnp.signedinteger):

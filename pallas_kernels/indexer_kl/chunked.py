@@ -1,6 +1,6 @@
 """indexer_kl over blocks of queries; the backward rebuilds both distributions of each block.
 
-With rho = softmax(I) and target p on a query's set: dI = rho - p, so nothing but the inputs is kept.
+With rho = softmax(I) and target p on a query's set, dI = rho - p: only the inputs are kept.
 """
 
 import functools

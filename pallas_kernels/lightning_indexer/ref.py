@@ -9,7 +9,8 @@ from pallas_kernels.blocks import accum_dtype, visible
 
 def lightning_indexer(q_idx, k_idx, w_idx, seg_q, seg_k, q_offset, *, top_k):
     """Indices [B, T, top_k] and their scores, -1 and -inf past the visible keys."""
-    q_BTUu, k_BSu, w_BTU = (x.astype(accum_dtype(x)) for x in lax.stop_gradient((q_idx, k_idx, w_idx)))
+    inputs = lax.stop_gradient((q_idx, k_idx, w_idx))
+    q_BTUu, k_BSu, w_BTU = (x.astype(accum_dtype(x)) for x in inputs)
     U, u = q_BTUu.shape[2:]
     dots_BTUS = jax.nn.relu(jnp.einsum("BTUu,BSu->BTUS", q_BTUu, k_BSu))
     w_BTU = w_BTU.astype(dots_BTUS.dtype) * U**-0.5 * u**-0.5

@@ -25,7 +25,7 @@ class Case:
     padding: int = 0
 
     def inputs(self, dtype=jnp.float32, seed: int = 0, whole: bool = False) -> dict:
-        """Normal inputs; `whole` makes them small integers, so that scores tie and sums are exact."""
+        """Normal inputs; `whole` makes them small integers: scores tie and sums are exact."""
         keys = jax.random.split(jax.random.key(seed), 3)
         shapes = {
             "q_idx": (self.B, self.T, self.U, self.u),
@@ -36,8 +36,9 @@ class Case:
         for key, (name, shape) in zip(keys, shapes.items(), strict=True):
             whole_numbers = jax.random.randint(key, shape, -2, 3)
             arrays[name] = (whole_numbers if whole else jax.random.normal(key, shape)).astype(dtype)
-        packed = self.starts or self.padding
-        arrays["segment_ids"] = segments(self.B, self.T, self.starts, self.padding) if packed else None
+        arrays["segment_ids"] = None
+        if self.starts or self.padding:
+            arrays["segment_ids"] = segments(self.B, self.T, self.starts, self.padding)
         return arrays
 
     def options(self) -> dict:

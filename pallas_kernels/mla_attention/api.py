@@ -44,7 +44,8 @@ def mla_attention(
       NotImplementedError: `impl` was named and cannot run these arguments.
     Source: DeepSeek-V2, arXiv:2405.04434; online softmax: FlashAttention, arXiv:2205.14135.
     """
-    sizes = blocks.check_shapes("mla_attention", "q: B T N H; k: B S N H; v: B S N h", q=q, k=k, v=v)
+    dims = "q: B T N H; k: B S N H; v: B S N h"
+    sizes = blocks.check_shapes("mla_attention", dims, q=q, k=k, v=v)
     blocks.check_one_dtype("mla_attention", q=q, k=k, v=v)
     seg_q, seg_k = blocks.check_both_segments(
         "mla_attention", segment_ids, kv_segment_ids, sizes["B"], sizes["T"], sizes["S"]
@@ -62,7 +63,7 @@ def max_logit(
     segment_ids: Int[Array, "B T"] | None = None,
     impl: str | None = None,
 ) -> Float[Array, "N"]:
-    """Largest visible score of each head, max over b, t, s <= t of scale * <q_bt, k_bs>: for QK-clip.
+    """Largest visible score of each head, scale * <q_bt, k_bs> with s <= t, for QK-clip.
 
     Args: as in `mla_attention`.
     Returns:

@@ -67,7 +67,8 @@ def _forward(q, k, v, seg_q, seg_k, q_offset, scale, causal):
             top_BNt, total_BNt, out_BNth = state
             k_BNsH, v_BNsh, seg_Bs, pos_s = keys.read(index)
             mask = visible(seg_Bt, seg_Bs, pos_t, pos_s, causal)[:, None]
-            s_BNts = jnp.where(mask, scale * _dot("BNtH,BNsH->BNts", q_BNtH, k_BNsH, dtype), -jnp.inf)
+            s_BNts = scale * _dot("BNtH,BNsH->BNts", q_BNtH, k_BNsH, dtype)
+            s_BNts = jnp.where(mask, s_BNts, -jnp.inf)
             new_top = jnp.maximum(top_BNt, s_BNts.max(-1))
             p_BNts = jnp.exp(s_BNts - new_top[..., None])
             fade = jnp.exp(top_BNt - new_top)

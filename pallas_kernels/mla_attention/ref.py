@@ -1,6 +1,5 @@
 """Meaning of mla_attention: the dense softmax, written out."""
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 

@@ -36,8 +36,9 @@ class Case:
             name: jax.random.normal(key, shape).astype(dtype)
             for key, (name, shape) in zip(keys, shapes.items(), strict=True)
         }
-        packed = self.starts or self.padding
-        arrays["segment_ids"] = segments(self.B, self.T, self.starts, self.padding) if packed else None
+        arrays["segment_ids"] = None
+        if self.starts or self.padding:
+            arrays["segment_ids"] = segments(self.B, self.T, self.starts, self.padding)
         return arrays
 
     def options(self) -> dict:

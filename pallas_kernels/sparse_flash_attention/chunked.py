@@ -1,8 +1,8 @@
-"""sparse_flash_attention over blocks of queries: one gathered row (latent | k_rope) serves all heads.
+"""sparse_flash_attention over blocks of queries: a gathered (latent | k_rope) serves all heads.
 
 The backward rebuilds the probabilities from the saved lse. Its row gradients are summed over heads
-first and then added into the rows in float32: by a scatter, or (deterministic) by a product with the
-block's dense probabilities, whose sums have one order on every platform.
+first and then added into the rows in float32: by a scatter, or (deterministic) by a product with
+the block's dense probabilities, whose sums have one order on every platform.
 """
 
 import functools

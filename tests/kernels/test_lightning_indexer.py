@@ -65,7 +65,8 @@ def test_visible_count_and_documents():
     assert (indices <= t).all()
     rows = np.take_along_axis(seg[:, None].repeat(65, 1), np.maximum(indices, 0), -1)
     assert (rows == seg[..., None])[chosen].all()
-    visible = ((seg[:, :, None] == seg[:, None]) & (seg > 0)[..., None] & np.tri(65, dtype=bool)).sum(-1)
+    mask = (seg[:, :, None] == seg[:, None]) & (seg > 0)[..., None] & np.tri(65, dtype=bool)
+    visible = mask.sum(-1)
     np.testing.assert_array_equal(chosen.sum(-1), np.minimum(16, visible))
     assert (indices[:, 0] == np.array([0] + [-1] * 15)).all()
     assert all(len(set(row[row >= 0])) == (row >= 0).sum() for row in indices.reshape(-1, 16))
@@ -104,7 +105,8 @@ def _turn(x, cos, sin, interleaved):
     half = cos.shape[-1] // 2
     cos, sin = cos[:, :, None, :half], sin[:, :, None, :half]
     head, rest = x[..., : 2 * half], x[..., 2 * half :]
-    a, b = (head[..., ::2], head[..., 1::2]) if interleaved else (head[..., :half], head[..., half:])
+    pairs = (slice(None, None, 2), slice(1, None, 2))
+    a, b = (head[..., s] for s in (pairs if interleaved else (slice(half), slice(half, None))))
     return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
 

@@ -1,0 +1,175 @@
+"""Indexer loss: published numbers, blockwise against dense, invariants."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.indexer_kl import indexer_kl, specs
+from pallas_kernels.lightning_indexer import lightning_indexer
+from pallas_kernels.mla_attention import mla_attention
+from pallas_kernels.sparse_flash_attention import sparse_flash_attention
+from pallas_kernels.testing import assert_close, compare, output_and_vjp
+
+FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "ops"
+INDEX, MAIN = ("q_idx", "k_idx", "w_idx"), ("q_latent", "q_rope", "latent", "k_rope")
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _complete(case, x):
+    """Adds indices (sparse stage) and the lse of the main attention over the same keys."""
+    index, main = {n: x[n] for n in INDEX}, {n: x[n] for n in MAIN}
+    top_k = case.J or case.T
+    indices = lightning_indexer(**index, top_k=top_k, segment_ids=x["segment_ids"])
+    lse = sparse_flash_attention(**main, indices=indices, **case.options())[1]
+    return x | {"lse": lse} | ({"indices": indices} if case.J else {})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", specs.CASES)
+def test_chunked_equals_ref(name, dtype, strict_promotion):
+    case = specs.CASES[name]
+    inputs = _complete(case, case.inputs(jnp.dtype(dtype)))
+    op, ref = (functools.partial(indexer_kl, impl=impl) for impl in ("chunked", "ref"))
+    errors = compare(op, ref, inputs, floor=1e-3, **case.options())
+    assert_close(errors, specs.TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("impl", ["chunked", "ref"])
+def test_gradient_only_to_the_indexer(impl):
+    case = specs.CASES["odd63"]
+    inputs = _complete(case, case.inputs())
+    grads = output_and_vjp(indexer_kl, inputs, impl=impl, **case.options())[1]
+    for name, grad in grads.items():
+        assert (np.abs(grad).max() > 0) == (name in INDEX), name
+
+
+@pytest.mark.parametrize("stage", ["sparse", "dense"])
+@pytest.mark.parametrize("name", ["short", "mqa"])
+def test_published_loss(name, stage):
+    """Grouped keys sit side by side in one shared row, each head's query in its group's place."""
+    file = np.load(FIXTURES / "dsa_indexer_kl.npz")
+    x = {key.removeprefix(f"{name}/"): file[key] for key in file if key.startswith(f"{name}/")}
+    (B, T, N, H), K, U = x["q"].shape, x["k"].shape[2], x["q_idx"].shape[2]
+    q_rope = np.zeros((B, T, N, K, H), np.float32)
+    for n in range(N):
+        q_rope[:, :, n, n * K // N] = x["q"][:, :, n]
+    main = {
+        "q_latent": jnp.zeros((B, T, N, 1)),
+        "q_rope": jnp.asarray(q_rope.reshape(B, T, N, K * H)),
+        "latent": jnp.zeros((B, T, 1)),
+        "k_rope": jnp.asarray(x["k"].reshape(B, T, K * H)),
+    }
+    # the package has no U^-1/2 on its weights
+    inputs = {"q_idx": x["q_idx"], "k_idx": x["k_idx"], "w_idx": x["w_idx"] * np.float32(U**0.5)}
+    inputs = {key: jnp.asarray(a) for key, a in inputs.items()} | main
+    scale = H**-0.5
+    if stage == "sparse":
+        inputs["indices"] = jnp.asarray(x["sparse/topk_indices"], jnp.int32)
+        inputs["lse"] = sparse_flash_attention(**main, indices=inputs["indices"], scale=scale)[1]
+    else:
+        k, v = (jnp.asarray(np.repeat(x[key], N // K, axis=2)) for key in ("k", "v"))
+        out, inputs["lse"] = mla_attention(jnp.asarray(x["q"]), k, v, scale=scale)
+        np.testing.assert_allclose(out, x["dense/o"], atol=1e-5)
+    (kl,), grads = output_and_vjp(
+        indexer_kl, inputs, wrt=list(INDEX), cotangents=[np.ones((B, T), np.float32)], scale=scale
+    )
+    pairs = {
+        "kl": (kl, x[f"{stage}/kl_per_query"], 1e-5),
+        "dq": (grads["q_idx"], x[f"{stage}/dq_idx"], 5e-5),
+        "dk": (grads["k_idx"], x[f"{stage}/dk_idx"], 5e-5),
+        "dw": (grads["w_idx"] * U**0.5, x[f"{stage}/dw_idx"], 5e-5),
+    }
+    for which, (got, want, tolerance) in pairs.items():
+        error = np.abs(np.asarray(got) - want).max() / max(np.abs(want).max(), 1e-3)
+        assert error <= tolerance, (which, error)
+
+
+def _float64_inputs(case):
+    return _complete(case, case.inputs(jnp.float64))
+
+
+@pytest.mark.parametrize("name", ["odd63", "odd65_dense"])
+def test_zero_weights_give_entropy_gap(name):
+    """D7: KL >= 0, and wI = 0 makes it log |S| - entropy(p)."""
+    with jax.enable_x64(True):
+        case = specs.CASES[name]
+        x = _float64_inputs(case)
+        assert indexer_kl(**x, **case.options()).min() >= -1e-14
+        kl = indexer_kl(**dict(x, w_idx=jnp.zeros_like(x["w_idx"])), **case.options())
+        z = np.einsum("btnc,bsc->btns", x["q_latent"], x["latent"])
+        z = case.options()["scale"] * (z + np.einsum("btnr,bsr->btns", x["q_rope"], x["k_rope"]))
+        seg = np.asarray(x["segment_ids"])
+        mask = (seg[:, :, None] == seg[:, None]) & (seg > 0)[..., None] & np.tri(case.T, dtype=bool)
+        if case.J:
+            mask = (np.asarray(x["indices"])[..., None] == np.arange(case.T)).any(2)
+        weights = np.where(mask[:, :, None], np.exp(z - np.asarray(x["lse"])[..., None]), 0)
+        p = weights.sum(2) / np.maximum(weights.sum((2, 3)), 1e-300)[..., None]
+        entropy = -np.sum(p * np.log(np.where(p > 0, p, 1)), -1)
+        expected = np.log(np.maximum(mask.sum(-1), 1)) - entropy
+        np.testing.assert_allclose(kl, expected, atol=1e-12)
+
+
+def test_equal_distributions_give_zero():
+    """D7: one head and one indexer head with the same positive dots: KL and gradients vanish."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        q, k = (jnp.asarray(rng.uniform(0.1, 1, s)) for s in ((2, 70, 1, 8), (2, 70, 8)))
+        scale = 0.7
+        w = jnp.full((2, 70, 1), scale * 8**0.5)
+        inputs = {"q_idx": q, "k_idx": k, "w_idx": w, "q_latent": q, "latent": k}
+        inputs |= {"q_rope": jnp.zeros((2, 70, 1, 1)), "k_rope": jnp.zeros((2, 70, 1))}
+        inputs["lse"] = mla_attention(q, k[:, :, None], k[:, :, None], scale=scale)[1]
+        (kl,), grads = output_and_vjp(indexer_kl, inputs, wrt=list(INDEX), scale=scale)
+        assert np.abs(kl).max() < 1e-13
+        assert max(np.abs(grad).max() for grad in grads.values()) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["odd63", "odd65_dense"])
+def test_score_gradients_sum_to_zero(name):
+    """D11: with one and the same index key everywhere, dw and dq are multiples of sum dI = 0."""
+    with jax.enable_x64(True):
+        case = specs.CASES[name]
+        x = _float64_inputs(case)
+        x["k_idx"] = jnp.broadcast_to(x["k_idx"][:, :1], x["k_idx"].shape)
+        grads = output_and_vjp(indexer_kl, x, wrt=list(INDEX), **case.options())[1]
+        assert np.abs(grads["w_idx"]).max() < 1e-13 and np.abs(grads["q_idx"]).max() < 1e-13
+        assert np.abs(grads["k_idx"]).max() > 1e-3
+
+
+def test_one_key_or_none_is_exactly_zero():
+    case = specs.Case(2, 40, 2, 8, 4, 3, 4, 1, starts=(20,), padding=3)
+    x = _complete(case, case.inputs())
+    (kl,), grads = output_and_vjp(indexer_kl, x, wrt=list(INDEX), **case.options())
+    assert (kl == 0).all() and all((grad == 0).all() for grad in grads.values())
+    dense = indexer_kl(**{n: a for n, a in x.items() if n != "indices"}, **case.options())
+    assert (dense[:, [0, 20]] == 0).all() and (dense[:, 37:] == 0).all()
+    assert (dense[:, 5] > 0).all()
+
+
+@pytest.mark.parametrize("case", [specs.LARGE, specs.LARGE_DENSE], ids=["sparse", "dense"])
+def test_memory_is_linear(case):
+    def temporaries(impl):
+        x = case.inputs() | {"lse": jnp.zeros((case.B, case.T, case.N))}
+        if case.J:
+            x["indices"] = jnp.zeros((case.B, case.T, case.J), jnp.int32)
+        rest = {name: a for name, a in x.items() if name not in INDEX}
+
+        def loss(index, rest):
+            return indexer_kl(**index, **rest, scale=0.2, impl=impl).sum()
+
+        compiled = jax.jit(jax.grad(loss)).lower({n: x[n] for n in INDEX}, rest).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries("chunked") * 8 < temporaries("ref")
+
+
+def test_dense_stage_needs_one_set_of_positions():
+    case = specs.CASES["odd65_dense"]
+    x = _complete(case, case.inputs())
+    x |= {name: x[name][:, :60] for name in ("k_idx", "latent", "k_rope")}
+    with pytest.raises(ValueError, match="same positions"):
+        indexer_kl(**x, scale=1.0)

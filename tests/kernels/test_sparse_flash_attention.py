@@ -1,0 +1,252 @@
+"""Sparse MLA attention: published numbers, blockwise against dense, invariants, sharding."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels.indexer_kl import indexer_kl
+from pallas_kernels.lightning_indexer import lightning_indexer
+from pallas_kernels.mla_attention import mla_attention
+from pallas_kernels.sparse_flash_attention import (
+    sparse_flash_attention,
+    sparse_max_logit,
+    specs,
+)
+from pallas_kernels.testing import assert_close, compare, output_and_vjp
+
+FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "ops"
+
+
+def _bounded(fn):
+    """The op with the lse of empty queries at -1 in place of 1e30, so that errors stay relative."""
+
+    def run(*args, **kwargs):
+        out, lse = fn(*args, **kwargs)
+        return out, jnp.where(lse > 1e29, -1, lse)
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", specs.CASES)
+def test_chunked_equals_ref(name, dtype, strict_promotion):
+    case = specs.CASES[name]
+    inputs = case.inputs(jnp.dtype(dtype))
+    deterministic = name in ("odd63", "three_blocks")
+    op = functools.partial(sparse_flash_attention, impl="chunked", deterministic=deterministic)
+    ref = functools.partial(sparse_flash_attention, impl="ref")
+    errors = compare(_bounded(op), _bounded(ref), inputs, floor=1e-3, **case.options())
+    assert_close(errors, specs.TOLERANCE[dtype])
+
+
+def test_both_backwards_agree():
+    case = specs.CASES["three_blocks"]
+    gradients = [
+        output_and_vjp(sparse_flash_attention, case.inputs(), scale=0.3, deterministic=choice)[1]
+        for choice in (False, True)
+    ]
+    for name, grad in gradients[0].items():
+        np.testing.assert_allclose(grad, gradients[1][name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sparse_short", "sparse_mqa", "sparse_gqa", "sparse_varlen"])
+def test_published_attention(name):
+    """Keys stand in for k_rope and values for the latent; grouped heads run group by group."""
+    file = np.load(FIXTURES / "dsa.npz")
+    x = {key.removeprefix(f"{name}/"): file[key] for key in file if key.startswith(f"{name}/")}
+    if name == "sparse_varlen":
+        length, local = x["q"].shape[1], np.asarray(x["topk_indices_local"])
+        document = np.searchsorted(x["cu_seqlens"], np.arange(length), side="right") - 1
+        indices = np.where(local >= 0, local + x["cu_seqlens"][document][:, None], -1)
+    else:
+        indices = x["topk_indices"]
+    groups, heads = x["k"].shape[2], x["q"].shape[2]
+    for g in range(groups):
+        own = slice(g * heads // groups, (g + 1) * heads // groups)
+        q, v = jnp.asarray(x["q"][:, :, own]), jnp.asarray(x["v"][:, :, g])
+        inputs = {
+            "q_latent": jnp.zeros((*q.shape[:3], v.shape[-1])),
+            "q_rope": q,
+            "latent": v,
+            "k_rope": jnp.asarray(x["k"][:, :, g]),
+            "indices": jnp.asarray(indices, jnp.int32),
+        }
+        do = x["do"][:, :, own]
+        outputs, grads = output_and_vjp(
+            sparse_flash_attention,
+            inputs,
+            wrt=["q_rope", "latent", "k_rope"],
+            cotangents=[do, np.zeros(do.shape[:3], np.float32)],
+            scale=q.shape[-1] ** -0.5,
+        )
+        pairs = {
+            "o": (outputs[0], x["o"][:, :, own], 1e-5),
+            "dq": (grads["q_rope"], x["dq"][:, :, own], 2e-5),
+            "dk": (grads["k_rope"], x["dk"][:, :, g], 2e-5),
+            "dv": (grads["latent"], x["dv"][:, :, g], 2e-5),
+        }
+        for which, (got, want, tolerance) in pairs.items():
+            error = np.abs(np.asarray(got) - want).max() / max(np.abs(want).max(), 1e-3)
+            assert error <= tolerance, (which, error)
+
+
+def _expanded(q_content, q_rope, latent, k_rope, w_uk, w_uv):
+    """Dense MLA from the same tensors, keys and values expanded per head."""
+    k = jnp.einsum("bsc,cnh->bsnh", latent, w_uk)
+    shared = jnp.broadcast_to(k_rope[:, :, None], (*k.shape[:3], k_rope.shape[-1]))
+    q, k = jnp.concatenate([q_content, q_rope], -1), jnp.concatenate([k, shared], -1)
+    return mla_attention(q, k, jnp.einsum("bsc,cnh->bsnh", latent, w_uv), scale=0.3)
+
+
+def _absorbed(q_content, q_rope, latent, k_rope, w_uk, w_uv, *, indices):
+    q_latent = jnp.einsum("btnh,cnh->btnc", q_content, w_uk)
+    out, lse = sparse_flash_attention(q_latent, q_rope, latent, k_rope, indices, scale=0.3)
+    return jnp.einsum("btnc,cnh->btnh", out, w_uv), lse
+
+
+def test_all_keys_chosen_is_dense_expanded_attention():
+    """D1 and D2, values and every gradient, in float64."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        B, T, N, C, R, H, h = 2, 70, 3, 8, 4, 6, 5
+        shapes = {
+            "q_content": (B, T, N, H),
+            "q_rope": (B, T, N, R),
+            "latent": (B, T, C),
+            "k_rope": (B, T, R),
+            "w_uk": (C, N, H),
+            "w_uv": (C, N, h),
+        }
+        inputs = {name: jnp.asarray(rng.standard_normal(s)) for name, s in shapes.items()}
+        q_idx, k_idx = (jnp.asarray(rng.standard_normal(s)) for s in ((B, T, 2, 4), (B, T, 4)))
+        indices = lightning_indexer(q_idx, k_idx, jnp.ones((B, T, 2)), top_k=T + 3)
+        absorbed = functools.partial(_absorbed, indices=indices)
+        errors = compare(absorbed, _expanded, inputs)
+        assert_close(errors, 1e-12)
+
+
+def test_first_query_and_no_key():
+    """D5: query 0 sees itself alone. No key: output 0, lse 1e30, no gradient."""
+    inputs = specs.CASES["odd63"].inputs()
+    out, lse = sparse_flash_attention(**inputs, scale=0.3)
+    latent = inputs["latent"][:, :1, None]
+    np.testing.assert_allclose(out[:, :1], np.broadcast_to(latent, out[:, :1].shape), atol=1e-6)
+    assert (out[:, 61:] == 0).all() and (lse[:, 61:] == 1e30).all()
+    grads = output_and_vjp(sparse_flash_attention, inputs, scale=0.3)[1]
+    assert (grads["q_latent"][:, 61:] == 0).all() and (grads["latent"][:, 61:] == 0).all()
+
+
+def test_order_of_past_keys_is_irrelevant():
+    """D9: permuting the past rows, and what the indices point to, leaves the output."""
+    with jax.enable_x64(True):
+        x = specs.CASES["odd65"].inputs(jnp.float64)
+        order = np.append(np.random.default_rng(1).permutation(64), 64)
+        place = jnp.asarray(np.argsort(order), jnp.int32)
+        last = dict(x, **{name: x[name][:, -1:] for name in ("q_latent", "q_rope", "indices")})
+        turned = dict(last, latent=x["latent"][:, order], k_rope=x["k_rope"][:, order])
+        turned["indices"] = place[last["indices"]]
+        out = sparse_flash_attention(**last, scale=0.3)[0]
+        np.testing.assert_allclose(out, sparse_flash_attention(**turned, scale=0.3)[0], rtol=1e-12)
+
+
+def test_max_logit():
+    x = specs.CASES["three_blocks"].inputs()
+    got = sparse_max_logit(**x, scale=0.3)
+    np.testing.assert_allclose(got, sparse_max_logit(**x, scale=0.3, impl="ref"), rtol=1e-5)
+    none = dict(x, indices=jnp.full_like(x["indices"], -1))
+    assert (sparse_max_logit(**none, scale=0.3) == -jnp.inf).all()
+
+
+def test_memory_is_linear():
+    def temporaries(impl):
+        inputs = specs.LARGE.inputs()
+        floats = {name: x for name, x in inputs.items() if name != "indices"}
+
+        def loss(floats, indices):
+            return sparse_flash_attention(**floats, indices=indices, scale=0.1, impl=impl)[0].sum()
+
+        compiled = jax.jit(jax.grad(loss)).lower(floats, inputs["indices"]).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries("chunked") * 8 < temporaries("ref")
+
+
+def _all_ops(x):
+    """Every attention op once, from one dict of inputs with B leading."""
+    index = {name: x[name] for name in ("q_idx", "k_idx", "w_idx")}
+    main = {name: x[name] for name in ("q_latent", "q_rope", "latent", "k_rope")}
+    indices = lightning_indexer(**index, top_k=5)
+    out, lse = sparse_flash_attention(**main, indices=indices, scale=0.3)
+    dense = mla_attention(x["q_latent"], x["q_latent"], x["q_rope"], scale=0.3)[0]
+    kl = indexer_kl(**index, **main, lse=lse, indices=indices, scale=0.3)
+    warm = indexer_kl(**index, **main, lse=lse, scale=0.3)
+    return out, dense, kl, warm
+
+
+def _ops_and_gradients(x):
+    outputs, pullback = jax.vjp(_all_ops, x)
+    return outputs, pullback(outputs)[0]
+
+
+def _sharded_inputs():
+    rng = np.random.default_rng(0)
+    B, T = 8, 140
+    shapes = {
+        "q_idx": (B, T, 2, 4),
+        "k_idx": (B, T, 4),
+        "w_idx": (B, T, 2),
+        "q_latent": (B, T, 2, 8),
+        "q_rope": (B, T, 2, 4),
+        "latent": (B, T, 8),
+        "k_rope": (B, T, 4),
+    }
+    return {name: jnp.asarray(rng.standard_normal(s), jnp.float32) for name, s in shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return jax.jit(_ops_and_gradients)(_sharded_inputs())
+
+
+def _assert_same(actual, expected):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+
+
+def test_a_sharded_batch_needs_no_exchange(expected):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = jax.device_put(_sharded_inputs(), NamedSharding(mesh, P("data")))
+    compiled = jax.jit(_ops_and_gradients).lower(x).compile()
+    text = compiled.as_text()
+    for exchange in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert exchange not in text
+    _assert_same(compiled(x), expected)
+
+
+def test_shard_map(expected):
+    four = jax.devices()[:4]
+    mesh = jax.make_mesh((4,), ("data",), devices=four, axis_types=(AxisType.Auto,))
+    run = jax.shard_map(
+        _ops_and_gradients, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
+    _assert_same(jax.jit(run)(_sharded_inputs()), expected)
+
+
+def test_vmap(expected):
+    halves = jax.tree.map(lambda a: a.reshape(2, 4, *a.shape[1:]), _sharded_inputs())
+    got = jax.jit(jax.vmap(_ops_and_gradients))(halves)
+    _assert_same(jax.tree.map(lambda a: a.reshape(8, *a.shape[2:]), got), expected)
+
+
+def test_errors_say_what_to_do():
+    x = specs.CASES["odd63"].inputs()
+    with pytest.raises(ValueError, match="Cast them to one dtype"):
+        sparse_flash_attention(**dict(x, latent=x["latent"].astype(jnp.bfloat16)), scale=1.0)
+    with pytest.raises(NotImplementedError, match="no Pallas kernel"):
+        sparse_flash_attention(**x, scale=1.0, impl="pallas_tpu")
