@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from moejax.layers.param import use, weight
 from moejax.partitioning import batch_local
@@ -17,7 +17,7 @@ class Embed(nnx.Module):
     def __init__(self, vocab_size: int, dim: int, std: float, rngs: nnx.Rngs):
         self.table = weight(rngs, (vocab_size, dim), ("vocab", "embed"), std=std, matrix=None)
 
-    def __call__(self, tokens_BT: Int[Array, "B T"], dtype: jnp.dtype) -> Float[Array, "B T D"]:
+    def __call__(self, tokens_BT: Int[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T D"]:
         return batch_local(_rows, (0,))(tokens_BT, use(self.table, dtype))
 
 
