@@ -201,6 +201,7 @@ class RunConfig(Section):
         _check_later_axes(sizes)
         _check_experts(self.model, sizes)
         _check_batch(self, sizes)
+        _check_vocabulary(self)
         return sizes
 
 
@@ -239,3 +240,18 @@ def _check_batch(run: RunConfig, sizes: dict[str, int]) -> None:
     eval_rows = run.eval.batch_size or rows
     if eval_rows % ways:
         raise ConfigError(f"eval.batch_size={eval_rows} does not divide over {ways} batch shards.")
+
+
+_BYTE_VOCAB_SIZE = 257  # 256 bytes and end of text
+
+
+def _check_vocabulary(run: RunConfig) -> None:
+    """Tokenizers whose size the config alone tells; one in a file is checked when it is read."""
+    sizes = {"bpe": ("data.bpe_vocab_size", run.data.bpe_vocab_size), "byte": ("the byte tokenizer", _BYTE_VOCAB_SIZE)}
+    name, size = sizes.get(run.data.tokenizer, ("", 0))
+    if size > run.model.vocab_size:
+        given = f"{name}={size}" if name.startswith("data.") else f"{name} has {size} tokens, which"
+        raise ConfigError(
+            f"{given} is more than model.vocab_size={run.model.vocab_size}. "
+            "Raise model.vocab_size, or use a smaller tokenizer."
+        )

@@ -14,6 +14,7 @@ from moejax.data.tokenize import (
     Tokenizer,
     get_tokenizer,
     train_bpe,
+    training_sample,
 )
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "make_train_iterator",
     "tokenize_corpus",
     "train_bpe",
+    "training_sample",
 ]

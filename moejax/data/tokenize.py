@@ -194,10 +194,10 @@ def get_tokenizer(cfg: DataConfig, workdir: str | os.PathLike[str] | None) -> To
         return HfTokenizer(cfg.tokenizer)
     if workdir is None:
         with tempfile.TemporaryDirectory() as folder:
-            return train_bpe(_training_sample(cfg), cfg.bpe_vocab_size, Path(folder, CACHE_FILE))
+            return train_bpe(training_sample(cfg), cfg.bpe_vocab_size, Path(folder, CACHE_FILE))
     path = Path(workdir, CACHE_FILE)
     if not path.exists():
-        return train_bpe(_training_sample(cfg), cfg.bpe_vocab_size, path)
+        return train_bpe(training_sample(cfg), cfg.bpe_vocab_size, path)
     kept = HfTokenizer(path)
     if kept.vocab_size > cfg.bpe_vocab_size:
         raise ConfigError(
@@ -208,7 +208,7 @@ def get_tokenizer(cfg: DataConfig, workdir: str | os.PathLike[str] | None) -> To
     return kept
 
 
-def _training_sample(cfg: DataConfig) -> tuple[str, ...]:
+def training_sample(cfg: DataConfig) -> tuple[str, ...]:
     """Every k-th training document, so that they hold some `_SAMPLE_BYTES`."""
     corpus = load_corpus(cfg, "train")
     return corpus.texts[:: -(-corpus.num_bytes // _SAMPLE_BYTES)]

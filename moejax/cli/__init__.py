@@ -1,0 +1,1 @@
+"""The `moejax` command (level 8)."""

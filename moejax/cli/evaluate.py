@@ -1,0 +1,174 @@
+"""`moejax eval`: the loss of a checkpoint on a split."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moejax.cli.flags import Parser, add_config, add_devices, start_devices
+from moejax.config import ConfigError, MeshConfig, RunConfig
+from moejax.config.load import apply_overrides, as_run_config, load_config
+
+EXAMPLES = (
+    "moejax eval --workdir=runs/tiny --devices=8",
+    "moejax eval --checkpoint=runs/tiny/checkpoints/200 --split=train --config.eval.batches=20",
+    "moejax eval --workdir=runs/tiny --json --config.mesh.fsdp=-1 --config.mesh.expert=1",
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the loss a token and a byte; writes nothing."""
+    options, overrides = _parser().parse(argv)
+    if bool(options.workdir) == bool(options.checkpoint):
+        raise ConfigError("give one of --workdir=DIR and --checkpoint=PATH.")
+    count = start_devices(options)
+    checkpoint = _locate(options)
+    cfg, note = fit_to_devices(_config(options, checkpoint, overrides), count, overrides)
+    if note:
+        print(note, file=sys.stderr)
+    facts = evaluate(cfg, checkpoint, options.split)
+    if options.json:
+        print(json.dumps(facts))
+    else:
+        print(
+            f"step {facts['step']}, {options.split} split: loss {facts['loss']:.4f} a token, "
+            f"{facts['nats_per_byte']:.4f} nats a byte, over {facts['num_tokens']:,} tokens "
+            f"({checkpoint})"
+        )
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "eval",
+        what="Loss of a checkpoint on a split of the text. Without --config it uses the one the "
+        "checkpoint was made with. Any mesh gives the same numbers.",
+        examples=EXAMPLES,
+    )
+    parser.add_argument("--workdir", metavar="DIR", help="a run; its newest checkpoint is used")
+    parser.add_argument(
+        "--checkpoint", metavar="PATH", help="a checkpoint, instead of --workdir"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
+    parser.add_argument(
+        "--split", choices=("validation", "train"), default="validation",
+        help="which text (default: validation)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    add_config(parser, "a config instead of the checkpoint's own")
+    add_devices(parser)
+    return parser
+
+
+def _locate(options: argparse.Namespace) -> pathlib.Path:
+    """The folder of the step to evaluate."""
+    from moejax.checkpoint import Checkpoints, locate
+
+    directory, step = locate(options.workdir or options.checkpoint)
+    steps = Checkpoints(directory).all_steps()
+    wanted = options.step if options.step is not None else step
+    if wanted is not None and wanted not in steps:
+        raise ConfigError(f"no checkpoint of step {wanted} in {directory}: it has {steps}.")
+    return directory / str(steps[-1] if wanted is None else wanted)
+
+
+def _config(
+    options: argparse.Namespace, checkpoint: pathlib.Path, overrides: Mapping[str, Any]
+) -> RunConfig:
+    from moejax.checkpoint import read_config
+
+    stored = as_run_config(read_config(checkpoint))
+    if not options.config:
+        return apply_overrides(stored, overrides)
+    # The optimizer decides what a checkpoint holds, and nothing of the loss.
+    return load_config(options.config, overrides).replace(optim=stored.optim)
+
+
+def fit_to_devices(
+    cfg: RunConfig, count: int, overrides: Mapping[str, Any]
+) -> tuple[RunConfig, str]:
+    """The config on `count` devices: its own mesh, or all devices along fsdp where it does not fit.
+
+    Returns:
+      The config, checked, and one line on what was changed (empty when nothing was).
+    Raises:
+      ConfigError: the mesh was asked for by hand and does not fit.
+    """
+    note = ""
+    try:
+        sizes = cfg.mesh.sizes(count)
+    except ConfigError as error:
+        if any(name.startswith("mesh.") for name in overrides):
+            raise
+        moe = cfg.model.moe.replace(exchange="auto")
+        cfg = cfg.replace(mesh=MeshConfig(), model=cfg.model.replace(moe=moe))
+        sizes = cfg.mesh.sizes(count)
+        note = f"note: {str(error).split('. ')[0].rstrip('.')}; evaluating on fsdp={count} instead."
+    ways = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    # Short batches are filled with empty rows, so any number of rows can be rounded up.
+    rows = -(-(cfg.eval.batch_size or cfg.data.batch_size) // ways) * ways
+    cfg = cfg.replace(
+        data=cfg.data.replace(batch_size=rows),
+        eval=cfg.eval.replace(batch_size=rows),
+        train=cfg.train.replace(accumulation=1),
+    )
+    cfg.check(count)
+    return cfg, note
+
+
+def evaluate(cfg: RunConfig, checkpoint: pathlib.Path, split: str) -> dict[str, Any]:
+    """Step, split, loss, nats_per_byte, num_tokens and checkpoint, ready for JSON."""
+    import jax
+
+    from moejax.checkpoint import Checkpoints
+    from moejax.data import load_corpus, make_eval_batches
+    from moejax.optim import ema_params
+    from moejax.partitioning import make_mesh
+    from moejax.train.compile import enable_cache
+    from moejax.train.evaluate import Evaluator
+    from moejax.train.run import check_vocabulary
+    from moejax.train.state import abstract_tree, build_program, from_tree
+
+    corpus = load_corpus(cfg.data, split)  # type: ignore[arg-type]
+    tokenizer = _tokenizer(cfg, checkpoint)
+    check_vocabulary(cfg, tokenizer)
+    enable_cache(cfg.compile_cache)
+    program = build_program(cfg, make_mesh(cfg.mesh))
+    step = int(checkpoint.name)
+    restored = Checkpoints(checkpoint.parent).restore(step, abstract_tree(program))
+    state = from_tree(restored.state)
+    params = ema_params(state.opt_state) if cfg.optim.ema_decay else state.params
+    shard = (jax.process_index(), jax.process_count())
+    batches = make_eval_batches(
+        cfg.data, tokenizer, corpus, cfg.eval.batch_size, shard=shard
+    )
+    result = Evaluator(program, batches)(params, state.balance)
+    return {
+        "checkpoint": str(checkpoint),
+        "step": step,
+        "split": split,
+        "loss": result.loss,
+        "nats_per_byte": result.nats_per_byte,
+        "num_tokens": result.num_labels,
+    }
+
+
+def _tokenizer(cfg: RunConfig, checkpoint: pathlib.Path) -> Any:
+    """The run's own tokenizer; evaluation trains none."""
+    from moejax.data import get_tokenizer
+
+    data = cfg.data
+    if data.tokenizer == "bpe":
+        kept = checkpoint.parent.parent / "tokenizer.json"
+        if not kept.exists():
+            raise ConfigError(
+                f"{kept} is missing: the run's tokenizer lies in its workdir. "
+                "Name it with --config.data.tokenizer=FILE."
+            )
+        data = dataclasses.replace(data, tokenizer=str(kept))
+    return get_tokenizer(data, None)

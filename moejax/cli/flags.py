@@ -1,0 +1,157 @@
+"""What all subcommands share: how options are read, which devices are meant, one-line errors."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+from moejax.config import ConfigError, RunConfig, flat_names, nearest
+from moejax.config.load import load_config, shipped_names
+
+_PREFIX = "--config."
+_HOST_DEVICES = "--xla_force_host_platform_device_count"
+
+CONFIG_HELP = """\
+configuration:
+  --config=NAME|FILE             a shipped config ({shipped}) or a config file
+  --config.SECTION.FIELD=VALUE   change one field; tuples as Python writes them: "('a', 'b')"
+  Sections: {sections}.
+  `moejax config --fields` lists every field with its meaning, default and range.
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse, with errors of one line and a help text that says how configs work."""
+
+    def __init__(self, command: str, *, what: str, examples: Iterable[str], config: bool = True):
+        parts = [_config_help()] if config else []
+        parts.append("examples:\n" + "".join(f"  {line}\n" for line in examples))
+        super().__init__(
+            prog=f"moejax {command}",
+            description=textwrap.fill(what, 96),
+            epilog="\n".join(parts),
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+                prog, max_help_position=28, width=100
+            ),
+            allow_abbrev=False,
+            usage=f"moejax {command} [options]" + (" [--config.FIELD=VALUE ...]" if config else ""),
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. `{self.prog} --help` lists the options.")
+
+    def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:
+        """The options, and the config fields to change: dotted name -> text.
+
+        Raises:
+          ConfigError: an unknown option (with the nearest ones), or one without its value.
+        """
+        rest, overrides = split_overrides(argv)
+        options, unknown = self.parse_known_args(rest)
+        if unknown:
+            known = [o for action in self._actions for o in action.option_strings]
+            near = nearest(unknown[0].split("=")[0], known, count=2)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            kind = "option" if unknown[0].startswith("-") else "argument"
+            self.error(f"unknown {kind} {unknown[0]!r}{hint}")
+        return options, overrides
+
+
+def _config_help() -> str:
+    tops = dict.fromkeys(name.split(".")[0] for name in flat_names(RunConfig()) if "." in name)
+    return CONFIG_HELP.format(shipped=", ".join(shipped_names()), sections=", ".join(tops))
+
+
+def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Options that are not `--config.FIELD`, and those that are: `=VALUE`, or the next word."""
+    known = flat_names(RunConfig())
+    rest: list[str] = []
+    overrides: dict[str, str] = {}
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if not word.startswith(_PREFIX):
+            rest.append(word)
+            continue
+        name, equals, value = word.removeprefix(_PREFIX).partition("=")
+        has_next = bool(words) and not words[0].startswith("--")
+        if equals:
+            overrides[name] = value
+        elif has_next:
+            overrides[name] = words.pop(0)
+        elif isinstance(known.get(name), bool):
+            overrides[name] = "true"
+        else:
+            raise ConfigError(f"{word} needs a value: {word}=VALUE.")
+    return rest, overrides
+
+
+def add_config(parser: Parser, help: str = "name of a shipped config, or a config file") -> None:
+    parser.add_argument("--config", metavar="NAME|FILE", help=help)
+
+
+def add_devices(parser: Parser) -> None:
+    """Options that decide what JAX runs on; they must be obeyed before JAX starts."""
+    group = parser.add_argument_group("devices")
+    group.add_argument("--platform", metavar="NAME", help="cpu, gpu or tpu (default: JAX chooses)")
+    group.add_argument(
+        "--devices", type=positive, metavar="N", help="simulate N devices on the CPU"
+    )
+    group.add_argument(
+        "--multihost",
+        action="store_true",
+        help="join the other processes of the cluster (jax.distributed finds them)",
+    )
+
+
+def positive(text: str) -> int:
+    """argparse type: a whole number of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def required_config(options: argparse.Namespace, overrides: dict[str, str]) -> RunConfig:
+    """The config that `--config` names, with the fields changed."""
+    if not options.config:
+        raise ConfigError(f"--config is needed: one of {', '.join(shipped_names())}, or a file.")
+    return load_config(options.config, overrides)
+
+
+def start_devices(options: argparse.Namespace) -> int:
+    """Starts JAX on the devices asked for. Returns how many there are, over all processes.
+
+    Raises:
+      ConfigError: the platform is not there, or JAX has started otherwise already.
+    """
+    platform, count = options.platform, options.devices
+    if count and platform not in (None, "cpu"):
+        raise ConfigError(
+            f"--devices={count} simulates CPU devices; it does not go with --platform={platform}."
+        )
+    if count:
+        platform = "cpu"
+        others = re.sub(rf"{_HOST_DEVICES}=\S*", "", os.environ.get("XLA_FLAGS", ""))
+        os.environ["XLA_FLAGS"] = f"{others} {_HOST_DEVICES}={count}".strip()
+    if platform:
+        os.environ["JAX_PLATFORMS"] = {"gpu": "cuda"}.get(platform, platform)
+    import jax  # only now: it reads both variables once
+
+    if options.multihost:
+        jax.distributed.initialize()
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:
+        raise ConfigError(f"no devices: {' '.join(str(error).split())}") from error
+    here = len(jax.local_devices())
+    if count and here != count:
+        raise ConfigError(f"--devices={count} comes too late: JAX runs with {here} devices.")
+    if platform and devices[0].platform != platform:
+        raise ConfigError(
+            f"--platform={platform} comes too late: JAX runs on {devices[0].platform} already."
+        )
+    return len(devices)

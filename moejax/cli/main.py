@@ -1,0 +1,104 @@
+"""`moejax COMMAND`: finds the command and turns its errors into one line."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pathlib
+import sys
+import traceback
+from collections.abc import Sequence
+
+from moejax.config import ConfigError, nearest
+from moejax.version import __version__
+
+# Command -> its module, imported when it is called: `--version` and `--help` need no JAX.
+COMMANDS = {
+    "train": ("moejax.cli.train", "train a config in a workdir, or resume what is there"),
+    "eval": ("moejax.cli.evaluate", "loss of a checkpoint on a split"),
+    "config": ("moejax.cli.config", "resolved config, parameter counts, sharding table"),
+    "tokenizer": ("moejax.cli.tokenizer", "train a byte-level BPE on the config's text"),
+}
+_BAD_INPUT, _INTERRUPTED, _NO_READER = 2, 130, 141
+
+
+def help_text() -> str:
+    """What `moejax --help` prints."""
+    rows = "".join(f"  {name:<11}{what}\n" for name, (_, what) in COMMANDS.items())
+    return (
+        f"moejax {__version__}: trains the Kimi-K3 family of mixture-of-experts models in JAX.\n\n"
+        "usage: moejax COMMAND [options]\n\n"
+        f"commands:\n{rows}\n"
+        "options:\n"
+        "  --help     this text; `moejax COMMAND --help` tells more\n"
+        "  --version  the version\n\n"
+        "examples:\n"
+        "  moejax train --config=tiny --workdir=runs/tiny --devices=8\n"
+        "  moejax eval --workdir=runs/tiny --devices=8\n"
+        "  moejax config --config=kimi_k3 --devices=128\n\n"
+        "MOEJAX_DEBUG=1 shows the traceback of an error.\n"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns the exit code: 0, 2 for bad input, 130 for Ctrl-C."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(argv)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # Nobody reads any more; the interpreter would complain when it flushes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _NO_READER
+    except (ConfigError, OSError, ValueError) as error:
+        if not _about_input(error):
+            raise
+        if os.environ.get("MOEJAX_DEBUG") == "1":
+            traceback.print_exc()
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return _BAD_INPUT
+
+
+def _dispatch(argv: list[str]) -> int:
+    if not argv:
+        print(help_text(), end="", file=sys.stderr)
+        return _BAD_INPUT
+    command, *rest = argv
+    if command in ("-h", "--help", "help"):
+        print(help_text(), end="")
+        return 0
+    if command in ("-V", "--version", "version"):
+        print(f"moejax {__version__}")
+        return 0
+    if command not in COMMANDS:
+        near = nearest(command, COMMANDS, count=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"unknown command {command!r}; {hint}Commands: {', '.join(COMMANDS)}.")
+    try:
+        return importlib.import_module(COMMANDS[command][0]).main(rest)
+    except SystemExit as stop:  # argparse, after --help
+        return int(stop.code or 0)
+
+
+def _about_input(error: BaseException) -> bool:
+    """Whether an error tells the user something; a ValueError does when our own code raised it."""
+    if isinstance(error, ConfigError | OSError):
+        return True
+    root = pathlib.Path(__file__).resolve().parents[2]
+    raised_in = pathlib.Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    return any(raised_in.is_relative_to(root / name) for name in ("moejax", "pallas_kernels"))
+
+
+def one_line(error: BaseException) -> str:
+    """The message without line breaks; of an OSError its reason and file."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'system'}: {error.strerror}."
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ConfigError) else f"{text} (MOEJAX_DEBUG=1 shows where.)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
