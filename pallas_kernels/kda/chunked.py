@@ -1,7 +1,8 @@
 """Kimi Delta Attention in chunks: linear memory, matrix products, any gate; plain jnp.
 
-One scan over the chunks carries the state. The gradient saves the inputs and the state at each
-chunk's entry, computes the rest again, and scans the chunks backwards. README.md has the maths.
+One scan over the chunks carries the state. The gradient saves the inputs and, of each chunk, the
+entry state and two c x c triangles, computes the rest again, and scans the chunks backwards.
+README.md has the maths.
 """
 
 import functools
@@ -70,7 +71,7 @@ def _load(i, chunk, scale, dtype, q, k, v, log_decay, beta, segment_ids):
 class _Inside(NamedTuple):
     """What a chunk needs besides its entry state; factors include the documents' borders."""
 
-    levels: list
+    factors: triangle.Decays
     from_start_BNcH: jax.Array  # decay from the entry state to each row, 0 in later documents
     to_end_BNcH: jax.Array  # decay from each row to the exit state, 0 in earlier documents
     carry_BNH1: jax.Array  # decay from the entry state to the exit state
@@ -78,8 +79,9 @@ class _Inside(NamedTuple):
     inverse_BNcc: jax.Array
 
 
-def _inside(x: _Chunk) -> _Inside:
-    levels, from_start, to_end = triangle.decays(x.g_BNcH)
+def _inside(x: _Chunk, saved=None) -> _Inside:
+    """`saved`: scores and inverse, where a forward pass has kept them."""
+    factors, from_start, to_end = triangle.decays(x.g_BNcH)
     from_start, to_end = jnp.exp(from_start), jnp.exp(to_end)
     carry = from_start[..., -1, :, None]
     if x.segments_Bc is not None:
@@ -89,10 +91,10 @@ def _inside(x: _Chunk) -> _Inside:
         from_start = jnp.where(from_entry, from_start, 0)
         to_end = jnp.where(into_exit, to_end, 0)
         carry = jnp.where((x.entry_B == last)[:, None, None, None], carry, 0)
-    scores, inverse = triangle.products_and_inverse(
-        x.q_BNcH, x.k_BNcH, x.beta_BNc1 * x.k_BNcH, levels, x.segments_Bc
+    scores, inverse = saved or triangle.products_and_inverse(
+        x.q_BNcH, x.k_BNcH, x.beta_BNc1 * x.k_BNcH, factors, x.segments_Bc
     )
-    return _Inside(levels, from_start, to_end, carry, scores, inverse)
+    return _Inside(factors, from_start, to_end, carry, scores, inverse)
 
 
 def _read(x: _Chunk, inside: _Inside, state_BNHh):
@@ -107,7 +109,7 @@ def _read(x: _Chunk, inside: _Inside, state_BNHh):
     return rows, answers[..., chunk:, :], error, written
 
 
-def _forward(scale, chunk, keep_entries, *args):
+def _forward(scale, chunk, keep, *args):
     *inputs, initial_state = args
     dtype, v = initial_state.dtype, inputs[2]
 
@@ -120,10 +122,11 @@ def _forward(scale, chunk, keep_entries, *args):
             transposed(x.k_BNcH * inside.to_end_BNcH), written
         )
         out = jnp.swapaxes(out, 1, 2).astype(v.dtype)
-        return exit_state, (out, state if keep_entries else None)
+        kept = (state, (inside.scores_BNcc, inside.inverse_BNcc)) if keep else None
+        return exit_state, (out, kept)
 
-    final_state, (out, entries) = jax.lax.scan(step, initial_state, jnp.arange(v.shape[1] // chunk))
-    return _whole(out), final_state, entries
+    final_state, (out, kept) = jax.lax.scan(step, initial_state, jnp.arange(v.shape[1] // chunk))
+    return _whole(out), final_state, kept
 
 
 def _whole(chunks):
@@ -139,28 +142,29 @@ def _kda(scale, chunk, *args):
 
 
 def _kda_fwd(scale, chunk, *args):
-    out, final_state, entries = _forward(scale, chunk, True, *args)
-    return (out, final_state), (args[:-1], entries)
+    out, final_state, kept = _forward(scale, chunk, True, *args)
+    return (out, final_state), (args[:-1], kept)
 
 
 def _kda_bwd(scale, chunk, residuals, cotangents):
-    inputs, entries = residuals
+    inputs, kept = residuals
     d_out, d_final = cotangents
+    entries = kept[0]
     dtype = entries.dtype
     group = inputs[2].shape[2] // inputs[0].shape[2]
 
-    def step(d_exit, i_and_state):
-        i, state = i_and_state
+    def step(d_exit, i_and_kept):
+        i, (state, triangles) = i_and_kept
         x = _load(i, chunk, scale, dtype, *inputs)
         d_out_c = jax.lax.dynamic_slice_in_dim(d_out, i * chunk, chunk, axis=1)
         d_out_c = jnp.swapaxes(d_out_c.astype(dtype), 1, 2)
-        dq, dk, dv, dg, d_beta, d_entry = _chunk_vjp(x, state, d_out_c, d_exit)
+        dq, dk, dv, dg, d_beta, d_entry = _chunk_vjp(x, state, triangles, d_out_c, d_exit)
         grads = (_group_sum(scale * dq, group), _group_sum(dk, group), dv, dg, d_beta)
         grads = [jnp.swapaxes(d, 1, 2).astype(a.dtype) for d, a in zip(grads, inputs, strict=False)]
         return d_entry, grads
 
     indices = jnp.arange(entries.shape[0])
-    d_initial, grads = jax.lax.scan(step, d_final.astype(dtype), (indices, entries), reverse=True)
+    d_initial, grads = jax.lax.scan(step, d_final.astype(dtype), (indices, kept), reverse=True)
     return (*map(_whole, grads), None, d_initial)
 
 
@@ -173,9 +177,9 @@ def _group_sum(x_BNcH, group):
     return x_BNcH.reshape(B, N // group, group, c, H).sum(2) if group > 1 else x_BNcH
 
 
-def _chunk_vjp(x: _Chunk, state, d_out, d_exit):
+def _chunk_vjp(x: _Chunk, state, triangles, d_out, d_exit):
     """Gradients of one chunk's inputs and entry state, from those of its output and exit state."""
-    inside = _inside(x)
+    inside = _inside(x, triangles)
     rows, _, error, written = _read(x, inside, state)
     k_out = x.k_BNcH * inside.to_end_BNcH
     chunk = k_out.shape[-2]
@@ -190,7 +194,7 @@ def _chunk_vjp(x: _Chunk, state, d_out, d_exit):
 
     erase = x.beta_BNc1 * x.k_BNcH
     dq, d_erase, dk_inside = triangle.products_vjp(
-        x.q_BNcH, x.k_BNcH, erase, inside.levels, x.segments_Bc,
+        x.q_BNcH, x.k_BNcH, erase, inside.factors, x.segments_Bc,
         matmul(d_out, transposed(written)), -matmul(d_solved, transposed(written)),
     )  # fmt: skip
     d_beta = jnp.sum(d_solved * error, -1) + jnp.sum(d_erase * x.k_BNcH, -1)

