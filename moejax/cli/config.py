@@ -156,20 +156,25 @@ def print_sharding(facts: dict[str, Any], sizes: dict[str, int], hint: str) -> N
     say(f"sharding on {mesh} ({math.prod(sizes.values())} devices{hint})", bold=True)
     header = ["name", "shape", "dtype", "spec", "bytes a device"]
     rows = [
-        [a["name"], _shape(a["shape"]), a["dtype"], _spec(a["spec"]), f"{a['bytes_a_device']:,}"]
+        [a["name"], _shape(a["shape"]), a["dtype"], _spec(a["spec"], sizes), _bytes(a)]
         for a in facts["sharding"]
     ]
-    rows.append(["all weights", "", "", "", f"{facts['bytes_a_device']:,}"])
+    rows.append(["all weights", "", "", "", _bytes(facts)])
     columns = [Column(), Column(), Column(), Column(), Column(right=True)]
     print_table(columns, rows, header)
+
+
+def _bytes(entry: dict[str, Any]) -> str:
+    return f"{entry['bytes_a_device']:,}"
 
 
 def _shape(shape: list[int]) -> str:
     return "x".join(map(str, shape)) or "scalar"
 
 
-def _spec(spec: list[list[str]]) -> str:
-    """P(...) without the unsharded dims at the end: `P(-, expert, fsdp)`."""
-    while spec and not spec[-1]:
-        spec = spec[:-1]
-    return f"P({', '.join('*'.join(entry) or '-' for entry in spec)})"
+def _spec(spec: list[list[str]], sizes: dict[str, int]) -> str:
+    """P(...) as far as it splits anything: `P(-, expert, fsdp)`; axes of one device are left out."""
+    shown = ["*".join(axis for axis in entry if sizes[axis] > 1) or "-" for entry in spec]
+    while shown and shown[-1] == "-":
+        shown.pop()
+    return f"P({', '.join(shown)})"

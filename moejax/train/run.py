@@ -68,13 +68,13 @@ def run(cfg: RunConfig, workdir: str | os.PathLike[str], *, name: str = "") -> T
     state, position = restore_or_init(program, checkpoints, say)
     tokenizer = get_tokenizer(cfg.data, workdir)
     check_vocabulary(cfg, tokenizer)
-    _write_facts(cfg, workdir, tokenizer, corpora, mesh)
     shard = (jax.process_index(), jax.process_count())
     iterator = make_train_iterator(
         cfg.data, tokenizer, corpora["train"], seed=cfg.seed, start_state=position.get("data"), shard=shard
     )
     eval_rows = cfg.eval.batch_size or cfg.data.batch_size
     batches = make_eval_batches(cfg.data, tokenizer, corpora["validation"], eval_rows, shard=shard)
+    _write_facts(cfg, workdir, tokenizer, corpora, mesh)
     start = int(state.step)
     writers = open_writers(workdir, cfg.log, first_step=start + 1)
     profiler = StepProfiler(cfg.profile, workdir, say)
