@@ -1,7 +1,7 @@
 """Tiny checkpoints in the published formats (tests/fixtures/oracles) as moejax configs and weights.
 
-Their weights are random; logits, router choices, selected keys, losses and gradients were computed by transformers
-(kimi_linear, deepseek_v32, bailing_hybrid) and mlx-lm (k3_text), see tests/fixtures/oracles/README.md.
+Their weights are random; logits, router choices, selected keys, losses and gradients were computed
+by transformers and mlx-lm, see tests/fixtures/oracles/README.md.
 """
 
 import functools
@@ -44,49 +44,81 @@ def config(name: str) -> ModelConfig:
     full_gate = bool(linear.get("use_full_rank_gate")) or name == "bailing_hybrid"
     rope = "interleaved" if name in ("deepseek_v32", "bailing_hybrid") else "none"
     kda = KdaConfig(
-        num_heads=linear.get("num_heads", first("linear_num_heads", default=2)), head_dim=16, value_head_dim=16,
-        gate="softplus" if bound is None else "bounded", gate_lower_bound=-5.0 if bound is None else bound,
-        decay_rank=0 if name == "bailing_hybrid" else 16, output_gate="full" if full_gate else "low_rank",
+        num_heads=linear.get("num_heads", first("linear_num_heads", default=2)),
+        head_dim=16,
+        value_head_dim=16,
+        gate="softplus" if bound is None else "bounded",
+        gate_lower_bound=-5.0 if bound is None else bound,
+        decay_rank=0 if name == "bailing_hybrid" else 16,
+        output_gate="full" if full_gate else "low_rank",
         output_gate_rank=16,
-    )  # fmt: skip
+    )
     mla = MlaConfig(
-        num_heads=c["num_attention_heads"], q_latent=c["q_lora_rank"] or 0, kv_latent=c["kv_lora_rank"],
-        nope_dim=c["qk_nope_head_dim"], rope_dim=c["qk_rope_head_dim"], value_dim=c["v_head_dim"], rope=rope,
+        num_heads=c["num_attention_heads"],
+        q_latent=c["q_lora_rank"] or 0,
+        kv_latent=c["kv_lora_rank"],
+        nope_dim=c["qk_nope_head_dim"],
+        rope_dim=c["qk_rope_head_dim"],
+        value_dim=c["v_head_dim"],
+        rope=rope,
         output_gate={"k3_text": "elementwise", "bailing_hybrid": "head"}.get(name, "none"),
-    )  # fmt: skip
+    )
     dsa = DsaConfig(
-        num_heads=first("index_n_heads", default=1), head_dim=first("index_head_dim", default=8),
-        top_k=first("index_topk", default=1), rope="half" if rope != "none" else "none", k_norm_eps=1e-6,
+        num_heads=first("index_n_heads", default=1),
+        head_dim=first("index_head_dim", default=8),
+        top_k=first("index_topk", default=1),
+        rope="half" if rope != "none" else "none",
+        k_norm_eps=1e-6,
         stage="frozen",
-    )  # fmt: skip
+    )
     moe = MoeConfig(
         num_experts=first("num_experts", "n_routed_experts", "num_local_experts"),
-        top_k=first("num_experts_per_token", "num_experts_per_tok"), expert_dim=c["moe_intermediate_size"],
-        latent_dim=c.get("routed_expert_hidden_size") or 0, latent_norm=bool(c.get("latent_moe_use_norm")),
-        num_shared=first("num_shared_experts", "n_shared_experts"), balance="none",
-        num_groups=first("num_expert_group", "n_group"), top_groups=c["topk_group"],
+        top_k=first("num_experts_per_token", "num_experts_per_tok"),
+        expert_dim=c["moe_intermediate_size"],
+        latent_dim=c.get("routed_expert_hidden_size") or 0,
+        latent_norm=bool(c.get("latent_moe_use_norm")),
+        num_shared=first("num_shared_experts", "n_shared_experts"),
+        balance="none",
+        num_groups=first("num_expert_group", "n_group"),
+        top_groups=c["topk_group"],
         route_scale=c["routed_scaling_factor"],
-    )  # fmt: skip
+    )
     situ = c["hidden_act"] == "situ"
     ffn = FfnConfig(
         num_dense_layers=1, dim=c["intermediate_size"], activation="situ" if situ else "swiglu"
     )
     return ModelConfig(
-        name=name, vocab_size=c["vocab_size"], dim=c["hidden_size"], num_layers=layers, attention=",".join(kinds),
-        last_attention="", attn_res_block=c.get("attn_res_block_size") or 0, norm_eps=c["rms_norm_eps"], kda=kda,
-        mla=mla, dsa=dsa, ffn=ffn, moe=moe,
-    )  # fmt: skip
+        name=name,
+        vocab_size=c["vocab_size"],
+        dim=c["hidden_size"],
+        num_layers=layers,
+        attention=",".join(kinds),
+        last_attention="",
+        attn_res_block=c.get("attn_res_block_size") or 0,
+        norm_eps=c["rms_norm_eps"],
+        kda=kda,
+        mla=mla,
+        dsa=dsa,
+        ffn=ffn,
+        moe=moe,
+    )
 
 
 _SPELLINGS = (
-    ("language_model.", ""), (".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."),
-    (".w2.", ".down_proj."), (".attention.", ".self_attn."), (".dense.", ".o_proj."), (".word_embeddings", ".embed_tokens"),
+    ("language_model.", ""),
+    (".block_sparse_moe.", ".mlp."),
+    (".w1.", ".gate_proj."),
+    (".w3.", ".up_proj."),
+    (".w2.", ".down_proj."),
+    (".attention.", ".self_attn."),
+    (".dense.", ".o_proj."),
+    (".word_embeddings", ".embed_tokens"),
     (".expert_bias", ".e_score_correction_bias"),
-)  # fmt: skip
+)
 
 
 def weights(name: str, file: str = "model") -> dict:
-    """A checkpoint's arrays (or with file="grads" its gradients), one nested dict a layer as moejax names them.
+    """A checkpoint's arrays, one nested dict a layer as moejax names them; "grads": its gradients.
 
     Tensors that have no gradient (the router's bias, the indexers) are zero there.
     """
@@ -179,9 +211,12 @@ def _mla(cfg: ModelConfig, g: dict, kind: str) -> dict:
     if kind == "dsa":
         U, D = cfg.dsa, cfg.dim
         zeros = {
-            "wq_b": np.zeros((U.num_heads * U.head_dim, c.q_latent)), "wk": np.zeros((U.head_dim, D)),
-            "weights_proj": np.zeros((U.num_heads, D)), "k_norm": np.zeros(U.head_dim), "k_norm.bias": np.zeros(U.head_dim),
-        }  # fmt: skip
+            "wq_b": np.zeros((U.num_heads * U.head_dim, c.q_latent)),
+            "wk": np.zeros((U.head_dim, D)),
+            "weights_proj": np.zeros((U.num_heads, D)),
+            "k_norm": np.zeros(U.head_dim),
+            "k_norm.bias": np.zeros(U.head_dim),
+        }
         i = zeros | _below(g, "indexer.")
         out["indexer"] = {"q": i["wq_b"].T, "k": i["wk"].T, "weights": i["weights_proj"].T}
         out["indexer"] |= {"k_norm": i["k_norm"], "k_norm_bias": i["k_norm.bias"]}

@@ -1,4 +1,4 @@
-"""Running a decoder in tests: one compiled function for logits, losses, gradients and every choice made."""
+"""Running a decoder in tests: one compiled function for logits, losses, gradients and choices."""
 
 import contextlib
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ class Run(NamedTuple):
 
 @contextlib.contextmanager
 def recorded_choices() -> Iterator[None]:
-    """Inside, a decoder reports `ids` (experts of each token) and `picks` (keys of each query) with its measurements."""
+    """Inside, a decoder also measures `ids`, a token's experts, and `picks`, a query's keys."""
     balance_aux, attend = LatentMoe._balance_aux, Dsa.attend
 
     def with_ids(self, ids_BTA, *args):
@@ -110,7 +110,7 @@ def stack_rows(rows: list[dict]) -> dict[str, np.ndarray]:
 
 
 def lively(cfg: ModelConfig, seed: int = 0) -> tuple[ModelParts, dict, dict]:
-    """A model whose every path matters: weights far above the 0.02 init, biases and depth queries that are not zero."""
+    """A model whose every path matters: large weights, biases and depth queries that are not 0."""
     parts = model_parts(cfg, track_max_logit=True)
     rng = np.random.default_rng(seed)
 

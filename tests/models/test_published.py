@@ -1,4 +1,4 @@
-"""The decoder on tiny checkpoints in the published formats: what other packages compute with the same weights."""
+"""The decoder on tiny checkpoints in the published formats, against other packages' results."""
 
 import functools
 

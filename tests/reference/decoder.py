@@ -1,8 +1,8 @@
-"""The decoder once more, in float64 NumPy: one document at a time, one token at a time, every expert in a loop.
+"""The decoder once more in float64 NumPy: one document at a time, token by token, expert by expert.
 
-A second opinion that shares no code and no form with moejax: no chunks, no scan, no absorbed attention, no sorting of
-tokens by expert, no masks for packing (each document is simply run alone). Weights are moejax's own arrays, one nested
-dict a layer (`tests.reference.weights`).
+A second opinion that shares no code and no form with moejax: no chunks, no scan, no absorbed
+attention, no sorting of tokens by expert, no masks for packing (each document is simply run
+alone). Weights are moejax's own arrays, one nested dict a layer (`tests.reference.weights`).
 """
 
 import math

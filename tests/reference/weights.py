@@ -23,7 +23,7 @@ def _merge(a: dict, b: dict) -> dict:
 
 
 def by_layers(parts: ModelParts, params: dict, balance: dict) -> dict:
-    """The weights as `tests.reference.decoder.forward` reads them; router biases stand beside router weights."""
+    """The weights as the reference decoder reads them; router biases beside router weights."""
     both = _map(lambda a: np.asarray(a, np.float64), _merge(params, balance))
     out = {"embed": both["embed"]["table"], "final_norm": both["final_norm"]["weight"]}
     out["head"] = out["embed"] if parts.cfg.tie_embeddings else both["head"]["table"]
@@ -34,7 +34,7 @@ def by_layers(parts: ModelParts, params: dict, balance: dict) -> dict:
 
 
 def stacked(parts: ModelParts, weights: dict) -> tuple[dict, dict]:
-    """The inverse of :func:`by_layers`: (params, balance) in float32. What a layer lacks raises KeyError."""
+    """The inverse of :func:`by_layers`: (params, balance) in float32; KeyError if one lacks."""
     rest = {
         "embed": {"table": weights["embed"]},
         "head": {"table": weights["head"]},

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from moejax.config import MoeConfig
-from moejax.typing import Array, Float, Int
+from moejax.typing import Array, Bool, Float, Int
 
 NUM_BINS = 1000
 
@@ -42,7 +42,7 @@ def _range(bias_E: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def histogram(
-    scores_ME: Float[Array, "M E"], bias_E: Float[Array, "E"], valid_M: Int[Array, "M"], top_k: int
+    scores_ME: Float[Array, "M E"], bias_E: Float[Array, "E"], valid_M: Bool[Array, "M"], top_k: int
 ) -> Int[Array, "E bins"]:
     """Counts of the required bias in `NUM_BINS` bins an expert, over the valid tokens. Adds up over any split."""
     M, E = scores_ME.shape
@@ -86,7 +86,7 @@ def bias_step(load_E: Int[Array, "*X E"], bias_E: Float[Array, "*X E"], rate: fl
 
 
 def aux_loss_rows(
-    scores_BTE: Float[Array, "B T E"], ids_BTA: Int[Array, "B T A"], valid_BT: Int[Array, "B T"]
+    scores_BTE: Float[Array, "B T E"], ids_BTA: Int[Array, "B T A"], valid_BT: Bool[Array, "B T"]
 ) -> Float[Array, "B"]:
     """Sequence-wise auxiliary loss of each row: Σ_e f_e P_e, 1 at perfect balance.
 
