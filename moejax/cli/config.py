@@ -124,7 +124,11 @@ def print_fields(cfg: RunConfig) -> None:
         names = [name for name in values if name.rpartition(".")[0] == section]
         say(section or "run", bold=True)
         rows = [
-            ["*" if values[n] != defaults[n] else "", f"{n}={_text(values[n])}", comments.get(n, "")]
+            [
+                "*" if values[n] != defaults[n] else "",
+                f"{n}={_text(values[n])}",
+                comments.get(n, ""),
+            ]
             for n in names
         ]
         print_table([Column(), Column(), Column(dim=True)], rows)

@@ -51,9 +51,7 @@ def _parser() -> Parser:
         examples=EXAMPLES,
     )
     parser.add_argument("--workdir", metavar="DIR", help="a run; its newest checkpoint is used")
-    parser.add_argument(
-        "--checkpoint", metavar="PATH", help="a checkpoint, instead of --workdir"
-    )
+    parser.add_argument("--checkpoint", metavar="PATH", help="a checkpoint, instead of --workdir")
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
     parser.add_argument(
         "--split", choices=("validation", "train"), default="validation",
@@ -144,9 +142,7 @@ def evaluate(cfg: RunConfig, checkpoint: pathlib.Path, split: str) -> dict[str, 
     state = from_tree(restored.state)
     params = ema_params(state.opt_state) if cfg.optim.ema_decay else state.params
     shard = (jax.process_index(), jax.process_count())
-    batches = make_eval_batches(
-        cfg.data, tokenizer, corpus, cfg.eval.batch_size, shard=shard
-    )
+    batches = make_eval_batches(cfg.data, tokenizer, corpus, cfg.eval.batch_size, shard=shard)
     result = Evaluator(program, batches)(params, state.balance)
     return {
         "checkpoint": str(checkpoint),

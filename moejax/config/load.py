@@ -81,9 +81,7 @@ def as_run_config(
     elif isinstance(config, ConfigDict | FrozenConfigDict):
         values = config.to_dict()
     elif isinstance(config, Mapping):
-        values = {
-            k: v.to_dict() if isinstance(v, ConfigDict) else v for k, v in config.items()
-        }
+        values = {k: v.to_dict() if isinstance(v, ConfigDict) else v for k, v in config.items()}
     else:
         raise ConfigError(
             f"a config is a RunConfig, a mapping, a name or a path, not {type(config).__name__}."

@@ -35,7 +35,10 @@ class _CallablePackage(ModuleType):
     """`moejax.train` is a package, and also the function users call: it is both."""
 
     def __call__(
-        self, config: Any, workdir: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None
+        self,
+        config: Any,
+        workdir: str | os.PathLike[str],
+        overrides: Mapping[str, Any] | None = None,
     ) -> TrainResult:
         return train(config, workdir, overrides)
 

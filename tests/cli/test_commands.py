@@ -1,0 +1,230 @@
+"""What each subcommand prints and returns, in this process and as a process of its own."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import pytest
+from tests.cli.conftest import TEXT, flags
+
+import moejax
+from moejax.cli import main as cli
+from moejax.cli.evaluate import fit_to_devices
+from moejax.cli.flags import split_overrides
+from moejax.config import ConfigError
+from moejax.config.load import load_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def _command(*argv: str, **env: str) -> subprocess.Popen:
+    """The command as a process, away from the settings of this test run."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "moejax.cli.main", *argv],
+        cwd=ROOT, env=clean | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_help_tells_options_config_and_examples(moejax, command):
+    overview = moejax("--help")
+    assert overview.code == 0 and f"  {command} " in overview.out
+    shown = moejax(command, "--help")
+    assert shown.code == 0 and not shown.err
+    for part in ("usage: moejax", "--config.SECTION.FIELD=VALUE", "tiny", "examples:"):
+        assert part in shown.out
+
+
+def test_version_and_no_arguments(moejax):
+    import moejax as package
+
+    assert moejax("--version").out == f"moejax {package.__version__}\n"
+    nothing = moejax()
+    assert nothing.code == 2 and "usage: moejax COMMAND" in nothing.err
+
+
+def test_importing_and_asking_for_help_is_light():
+    """JAX comes in when it is needed: devices and platform may still be set, help is at once."""
+    script = (
+        "import sys, moejax; from moejax.cli.main import main; main(['--help']); "
+        "main(['train', '--help']); from moejax import RunConfig, ConfigError; "
+        "assert 'jax' not in sys.modules and 'flax' not in sys.modules; "
+        "assert moejax.train.__name__ == 'moejax.train' and callable(moejax.train); "
+        "assert 'jax' in sys.modules and moejax.TrainResult._fields[0] == 'metrics'"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_overrides_stand_before_or_behind_a_space():
+    rest, overrides = split_overrides(
+        ["--config.model.dim=32", "--config.mesh.fsdp", "-1", "--config.log.progress", "--json",
+         "--config.data.paths", "('a b.txt',)", "--config=tiny"]
+    )  # fmt: skip
+    assert rest == ["--json", "--config=tiny"]
+    assert overrides == {
+        "model.dim": "32", "mesh.fsdp": "-1", "log.progress": "true", "data.paths": "('a b.txt',)"
+    }  # fmt: skip
+
+
+def test_config_of_k3_on_128_devices(moejax):
+    """The published counts and the whole table; one device holds 1/128 of what is split."""
+    shown = moejax("config", "--config=kimi_k3", "--devices=128", "--params", "--sharding")
+    assert shown.code == 0 and not shown.err
+    assert "2,779,484,476,000" in shown.out and "104,189,612,640" in shown.out
+    assert "fsdp=2 x expert=64 (128 devices" in shown.out
+    row = next(r for r in shown.out.splitlines() if r.startswith("stack1.run1.ffn.experts.gate_up"))
+    name, shape, dtype, *spec, size = row.split()
+    assert (shape, dtype, " ".join(spec)) == (
+        "22x3x896x3584x2x3072", "float32", "P(-, -, expert, fsdp)"
+    )  # fmt: skip
+    assert int(size.replace(",", "")) == 22 * 3 * 896 * 3584 * 2 * 3072 * 4 // 128
+
+
+def test_config_as_json_agrees_with_itself(moejax):
+    shown = moejax("config", "--config=tiny", "--json", "--config.model.num_layers=5")
+    facts = json.loads(shown.out)
+    assert facts["config"]["model"]["num_layers"] == 5
+    assert facts["mesh"]["fsdp"] == 2 and facts["mesh"]["expert"] == 4
+    sizes = [jax.ShapeDtypeStruct(tuple(a["shape"]), a["dtype"]).size for a in facts["sharding"]]
+    counts = facts["parameters"]
+    assert sum(sizes) == counts["total"] == sum(counts["by_part"].values())
+    assert counts["active"] < counts["total"]
+    assert sum(a["bytes_a_device"] for a in facts["sharding"]) == facts["bytes_a_device"]
+
+
+def test_config_marks_what_differs_and_says_what_fields_mean(moejax):
+    shown = moejax("config", "--fields", "--config=tiny", "--config.optim.lr=0.5").out
+    assert re.search(r"^\*  optim\.lr=0\.5 +peak learning rate of matrices", shown, re.M)
+    assert re.search(r"^   optim\.weight_decay=0\.1 +decoupled weight decay", shown, re.M)
+    assert "parameters\n" not in shown
+
+
+def test_eval_agrees_with_the_end_of_training(moejax, run_dir):
+    """With the checkpoint's own config, without writing; JSON and text say the same."""
+    before = sorted(run_dir.rglob("*"))
+    rows = (run_dir / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(rows[-1])
+    shown = moejax("eval", f"--workdir={run_dir}", "--json")
+    assert shown.code == 0 and not shown.err
+    facts = json.loads(shown.out)
+    assert facts["step"] == 2 and facts["split"] == "validation"
+    assert facts["loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
+    assert facts["nats_per_byte"] == pytest.approx(last["eval_nats_per_byte"], rel=1e-6)
+    assert 0 < facts["num_tokens"] <= 2 * 8 * 31
+    assert sorted(run_dir.rglob("*")) == before
+
+
+def test_eval_of_another_split_step_and_mesh(moejax, run_dir):
+    """A named step, the training split, a mesh that does not fit: said, and evaluated anyway."""
+    wrong = moejax("eval", f"--workdir={run_dir}", "--step=7")
+    assert wrong.code == 2 and "no checkpoint of step 7" in wrong.err
+    shown = moejax(
+        "eval", f"--checkpoint={run_dir}/checkpoints/2", "--split=train", "--config=tiny",
+        *[f for f in flags() if "mesh" not in f],
+    )  # fmt: skip
+    assert shown.code == 0 and not shown.err  # tiny's own mesh fits the eight devices here
+    assert re.match(
+        r"step 2, train split: loss \d\.\d{4} a token, \d\.\d{4} nats a byte, over \d+ tokens",
+        shown.out,
+    )
+
+
+def test_a_mesh_that_does_not_fit_falls_back_unless_asked_for():
+    cfg = load_config("tiny", {"data.batch_size": 6, "train.accumulation": 3})
+    fitted, note = fit_to_devices(cfg, 4, {})
+    assert (fitted.mesh.fsdp, fitted.mesh.expert) == (-1, 1)
+    assert fitted.eval.batch_size == 8, "rounded up to whole rows a device"
+    assert "mesh fsdp=2 x expert=4 does not fit 4 devices" in note and "fsdp=4 instead" in note
+    with pytest.raises(ConfigError, match="does not fit 4 devices"):
+        fit_to_devices(cfg, 4, {"mesh.fsdp": "2"})
+    same, note = fit_to_devices(cfg, 8, {})
+    assert same.mesh == cfg.mesh and not note
+
+
+def test_train_of_a_finished_run_says_so(moejax, run_dir):
+    again = moejax("train", "--config=tiny", f"--workdir={run_dir}", *flags())
+    assert again.code == 0 and f"{run_dir} is finished: step 2" in again.out
+
+
+def test_the_package_trains_from_any_form_of_config(run_dir):
+    """`moejax.train` is the package and the function; here on a finished run, which is quick."""
+    stored = json.loads((run_dir / "config.json").read_text())
+    result = moejax.train(stored, run_dir)
+    assert result.outcome == "finished before" and result.step == 2
+    assert result.checkpoint == run_dir / "checkpoints" / "2"
+    assert isinstance(result, moejax.TrainResult)
+    with pytest.raises(moejax.ConfigError, match="nearest: model.dim"):
+        moejax.train("tiny", run_dir, {"model.dims": 3})
+
+
+def test_tokenizer_train_writes_a_file_the_config_can_name(moejax, tmp_path):
+    out = tmp_path / "deep" / "tokenizer.json"
+    source = ["--config.data.source=files", f"--config.data.paths=('{TEXT}/*.txt',)"]
+    argv = ["tokenizer", "train", "--config=tiny", f"--out={out}", "--vocab-size=280", *source]
+    shown = moejax(*argv)
+    assert shown.code == 0 and f"{out}: 280 tokens" in shown.out
+    first = out.read_bytes()
+    assert moejax(*argv).code == 0 and out.read_bytes() == first, "the same text, the same file"
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_errors_are_told_apart(monkeypatch, capsys):
+    """Disk full is one line; Ctrl-C is 130; a bug shows its traceback; MOEJAX_DEBUG shows all."""
+
+    def fail(error):
+        monkeypatch.setattr(cli, "_dispatch", lambda argv: (_ for _ in ()).throw(error))
+        return cli.main(["train"])
+
+    assert fail(OSError(28, "No space left on device", "runs/x")) == 2
+    assert capsys.readouterr().err == "error: runs/x: No space left on device.\n"
+    assert fail(ConfigError("two\nlines")) == 2
+    assert capsys.readouterr().err == "error: two lines\n"
+    assert fail(KeyboardInterrupt()) == 130
+    with pytest.raises(ZeroDivisionError):
+        fail(ZeroDivisionError())
+    with pytest.raises(ValueError, match="not about a setting"):
+        fail(ValueError("not about a setting"))
+    monkeypatch.setenv("MOEJAX_DEBUG", "1")
+    assert fail(ConfigError("wrong")) == 2
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown and shown.endswith("error: wrong\n")
+
+
+def test_sigterm_saves_and_ends_with_its_code(tmp_path):
+    """A process of its own, on two simulated devices, as a scheduler would stop it."""
+    workdir = tmp_path / "work"
+    argv = flags(train__num_steps=1_000_000, eval__every=0, checkpoint__every=0)
+    process = _command("train", "--config=tiny", f"--workdir={workdir}", "--devices=2", *argv)
+    metrics, deadline = workdir / "metrics.jsonl", time.monotonic() + 240
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert "stopped by SIGTERM after step" in out and "2 devices (fsdp=2)" in out
+    last = json.loads(metrics.read_text().splitlines()[-1])["step"]
+    assert [int(p.name) for p in (workdir / "checkpoints").iterdir()] == [last]
+
+
+def test_a_refusal_of_the_real_command_is_one_line():
+    process = _command("train", "--config=tiny", "--workdir=none", "--config.model.dims=3")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 2 and not out
+    assert err == "error: unknown config field 'model.dims'; nearest: " + err.split("nearest: ")[1]
+    assert err.count("\n") == 1 and "model.dim" in err and not (ROOT / "none").exists()
+
+
+def test_a_reader_that_has_gone_is_no_error():
+    process = _command("config", "--config=tiny")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.wait(timeout=120) == 141 and not process.stderr.read()
