@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from moejax.cli.flags import Parser, add_config, positive, required_config
@@ -105,7 +104,7 @@ def model_facts(cfg: RunConfig, sizes: dict[str, int]) -> dict[str, Any]:
     }
 
 
-def _array(name: str, leaf: Any, spec: Sequence[Any], sizes: dict[str, int]) -> dict[str, Any]:
+def _array(name: str, leaf: Any, spec: Iterable[Any], sizes: dict[str, int]) -> dict[str, Any]:
     axes = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
     ways = math.prod(sizes[axis] for entry in axes for axis in entry)
     return {
@@ -177,7 +176,7 @@ def _shape(shape: list[int]) -> str:
 
 
 def _spec(spec: list[list[str]], sizes: dict[str, int]) -> str:
-    """P(...) as far as it splits anything: `P(-, expert, fsdp)`; axes of one device are left out."""
+    """P(...) as far as it splits anything: `P(-, expert, fsdp)`, without axes of size 1."""
     shown = ["*".join(axis for axis in entry if sizes[axis] > 1) or "-" for entry in spec]
     while shown and shown[-1] == "-":
         shown.pop()

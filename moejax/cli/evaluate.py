@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moejax.cli.flags import Parser, add_config, add_devices, start_devices
+from moejax.cli.flags import Parser, add_config, add_devices, is_first_process, start_devices
 from moejax.config import ConfigError, MeshConfig, RunConfig
 from moejax.config.load import apply_overrides, as_run_config, load_config
 
@@ -29,9 +29,11 @@ def main(argv: Sequence[str]) -> int:
     count = start_devices(options)
     checkpoint = _locate(options)
     cfg, note = fit_to_devices(_config(options, checkpoint, overrides), count, overrides)
-    if note:
+    if note and is_first_process():
         print(note, file=sys.stderr)
     facts = evaluate(cfg, checkpoint, options.split)
+    if not is_first_process():
+        return 0
     if options.json:
         print(json.dumps(facts))
     else:

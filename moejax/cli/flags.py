@@ -155,3 +155,10 @@ def start_devices(options: argparse.Namespace) -> int:
             f"--platform={platform} comes too late: JAX runs on {devices[0].platform} already."
         )
     return len(devices)
+
+
+def is_first_process() -> bool:
+    """Whether this is the process that prints; after `start_devices`."""
+    import jax
+
+    return jax.process_index() == 0

@@ -10,10 +10,14 @@ import rich.console
 import rich.table
 import rich.text
 
+_GAP = 2
+# Remarks narrower than this are harder to read than lines the terminal wraps.
+_MIN_REMARK = 24
+
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """How a column is shown: `right` aligns numbers, `dim` is for remarks."""
+    """How a column is shown: `right` aligns numbers; `dim` is for remarks, which may fold."""
 
     right: bool = False
     dim: bool = False
@@ -30,29 +34,39 @@ def say(line: str, *, bold: bool = False) -> None:
 def print_table(
     columns: Sequence[Column], rows: Sequence[Sequence[str]], header: Sequence[str] | None = None
 ) -> None:
-    """Rows of text in aligned columns; only a terminal folds long cells."""
-    if sys.stdout.isatty():
-        _print_rich(columns, rows, header)
-        return
+    """Rows of text in aligned columns; a wide enough terminal gets remarks folded and dim."""
     lines = [list(header), *rows] if header else list(rows)
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    if sys.stdout.isatty():
+        console = rich.console.Console()
+        least = [
+            min(width, _MIN_REMARK) if column.dim else width
+            for width, column in zip(widths, columns, strict=True)
+        ]
+        if sum(least) + _GAP * (len(columns) - 1) <= console.width:
+            console.print(_rich_table(columns, rows, header))
+            return
     for line in lines:
         cells = [
             text.rjust(width) if column.right else text.ljust(width)
             for text, width, column in zip(line, widths, columns, strict=True)
         ]
-        print("  ".join(cells).rstrip())
+        print((" " * _GAP).join(cells).rstrip())
 
 
-def _print_rich(columns, rows, header) -> None:
-    table = rich.table.Table(box=None, show_header=bool(header), pad_edge=False)
+def _rich_table(
+    columns: Sequence[Column], rows: Sequence[Sequence[str]], header: Sequence[str] | None
+) -> rich.table.Table:
+    table = rich.table.Table(
+        box=None, show_header=bool(header), pad_edge=False, padding=(0, _GAP, 0, 0)
+    )
     for i, column in enumerate(columns):
         table.add_column(
             header[i] if header else "",
             justify="right" if column.right else "left",
             style="dim" if column.dim else None,
-            overflow="fold",
+            no_wrap=not column.dim,
         )
     for row in rows:
         table.add_row(*(rich.text.Text(cell) for cell in row))
-    rich.console.Console().print(table)
+    return table

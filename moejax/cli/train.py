@@ -16,7 +16,7 @@ EXAMPLES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 when the run ended, 128 + signal when a signal stopped it (it has saved then)."""
+    """Exit code: 0 when the run ended, 128 + signal when one stopped it (it has saved then)."""
     parser = Parser(
         "train",
         what="Trains a model. The run lives in its workdir: called again it resumes from the "

@@ -38,7 +38,7 @@ _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 def shipped_folder() -> pathlib.Path:
-    """Where the shipped configs are: inside an installed wheel, else at the root of the checkout."""
+    """Where the shipped configs are: in an installed wheel, else at the root of the checkout."""
     package = pathlib.Path(__file__).resolve().parents[1]
     inside = package / "_shipped" / _PACKAGE
     return inside if inside.is_dir() else package.parent / _PACKAGE

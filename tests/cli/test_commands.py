@@ -11,7 +11,6 @@ from pathlib import Path
 
 import jax
 import pytest
-from tests.cli.conftest import TEXT, flags
 
 import moejax
 from moejax.cli import main as cli
@@ -19,6 +18,7 @@ from moejax.cli.evaluate import fit_to_devices
 from moejax.cli.flags import split_overrides
 from moejax.config import ConfigError
 from moejax.config.load import load_config
+from tests.cli.conftest import TEXT, flags
 
 ROOT = Path(__file__).parents[2]
 
