@@ -6,4 +6,5 @@ from configs import base
 def get_config():
     c = base.get_config()
     c.mesh.fsdp, c.mesh.expert = 2, 4
+    c.model.kda.chunk = 32
     return c

@@ -3,41 +3,12 @@
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import choose
 from pallas_kernels.blocks import accum_dtype, limit_by_bytes, scan_queries, visible
 from pallas_kernels.lightning_indexer.scores import head_dots, index_scores
 
 _QUERY_BLOCK = 128
 # Bytes of a sequence's dot products [block, U, S] in flight.
 _BUDGET = 64 << 20
-
-
-def _top_k(scores_BtS, num):
-    """Largest scores and their indices, the lower index first in a tie. Always exact."""
-    if choose.target_platform() == "cpu":
-        return _top_k_split_over_batch(scores_BtS, num)
-    return lax.top_k(scores_BtS, num)
-
-
-def _top_k_split_over_batch(scores_BtS, num):
-    """`lax.top_k` that stays split over a sharded batch on CPUs, where lax.top_k gathers it whole.
-
-    approx_max_k is exact there, but takes any of equal scores. So the lowest positions holding the
-    last chosen score are looked up by a second call, whose values (minus the positions) never tie,
-    and a short sort puts equal scores in order.
-    """
-    values, indices = lax.approx_max_k(scores_BtS, num, recall_target=1.0)
-    last = values[..., -1:]
-    pos_S = jnp.arange(scores_BtS.shape[-1], dtype=scores_BtS.dtype)
-    marked_BtS = jnp.where(scores_BtS == last, -pos_S, -jnp.inf)
-    _, lowest = lax.approx_max_k(marked_BtS, num, recall_target=1.0)
-    # Slots above the last score come first; the m-th of the others takes the m-th lowest position.
-    above = jnp.sum(values > last, axis=-1, keepdims=True, dtype=jnp.int32)
-    slot = jnp.arange(num, dtype=jnp.int32)
-    shifted = jnp.take_along_axis(lowest, jnp.maximum(slot - above, 0), axis=-1)
-    indices = jnp.where(slot < above, indices, shifted)
-    negated, indices = lax.sort((-values, indices), dimension=-1, num_keys=2)
-    return -negated, indices
 
 
 def lightning_indexer(q_idx, k_idx, w_idx, seg_q, seg_k, q_offset, *, top_k):
@@ -55,7 +26,7 @@ def lightning_indexer(q_idx, k_idx, w_idx, seg_q, seg_k, q_offset, *, top_k):
         # -0.0 (a negative weight times relu's 0) ranks below 0.0 in top_k, though they tie.
         scores_BtS = jnp.where(scores_BtS == 0, 0, scores_BtS)
         scores_BtS = jnp.where(visible(seg_Bt, seg_k, pos_t, pos_S), scores_BtS, -jnp.inf)
-        values, indices = _top_k(scores_BtS, kept)
+        values, indices = lax.top_k(scores_BtS, kept)  # exact; the lower index first in a tie
         indices = jnp.where(values > -jnp.inf, indices, -1).astype(jnp.int32)
         indices = jnp.pad(indices, fill, constant_values=-1)
         return carry, (indices, jnp.pad(values, fill, constant_values=-jnp.inf))

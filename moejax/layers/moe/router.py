@@ -9,6 +9,7 @@ from jax import lax
 
 from moejax.config import MoeConfig
 from moejax.layers.param import Balance, use, weight, wide
+from moejax.partitioning import batch_local
 from moejax.typing import Array, Float, Int
 
 
@@ -74,9 +75,14 @@ class Router(nnx.Module):
         """Ids [B,T,A], weights [B,T,A], scores [B,T,E]."""
         cfg, full = self.cfg, wide(x_BTD.dtype)
         logits = jnp.matmul(x_BTD.astype(full), use(self.weight, full), precision="highest")
-        ids, weights = route(
-            logits, self.bias[...], top_k=cfg.top_k, num_groups=cfg.num_groups, top_groups=cfg.top_groups,
+        # Per device: XLA gathers the whole batch before a top-k that it partitions itself.
+        ids, weights = batch_local(self._route, (0,))(logits, self.bias[...])
+        return ids, weights, scores_of(logits, cfg.score)
+
+    def _route(self, logits: jax.Array, bias_E: jax.Array) -> tuple[jax.Array, jax.Array]:
+        cfg = self.cfg
+        return route(
+            logits, bias_E, top_k=cfg.top_k, num_groups=cfg.num_groups, top_groups=cfg.top_groups,
             scale=cfg.route_scale, renormalize=cfg.renormalize, score=cfg.score,
             weights_use_bias=cfg.weights_use_bias,
         )  # fmt: skip
-        return ids, weights, scores_of(logits, cfg.score)
