@@ -6,7 +6,13 @@ from configs import base
 def get_config():
     c = base.get_config()
     m = c.model
-    m.name, m.dim, m.num_layers, m.vocab_size, m.attn_res_block = "deepseek_v32", 7168, 61, 129280, 0
+    m.name, m.dim, m.num_layers, m.vocab_size, m.attn_res_block = (
+        "deepseek_v32",
+        7168,
+        61,
+        129280,
+        0,
+    )
     m.attention, m.last_attention, m.norm_eps = "dsa", "", 1e-6
     m.mla.num_heads, m.mla.q_latent, m.mla.kv_latent = 128, 1536, 512
     m.mla.nope_dim, m.mla.rope_dim, m.mla.value_dim = 128, 64, 128

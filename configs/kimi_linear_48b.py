@@ -6,7 +6,13 @@ from configs import base
 def get_config():
     c = base.get_config()
     m = c.model
-    m.name, m.dim, m.num_layers, m.vocab_size, m.attn_res_block = "kimi_linear_48b", 2304, 27, 163840, 0
+    m.name, m.dim, m.num_layers, m.vocab_size, m.attn_res_block = (
+        "kimi_linear_48b",
+        2304,
+        27,
+        163840,
+        0,
+    )
     m.attention, m.last_attention = "kda,kda,kda,mla", "mla"
     m.kda.num_heads, m.kda.head_dim, m.kda.value_head_dim = 32, 128, 128
     m.kda.gate, m.kda.output_gate = "softplus", "low_rank"

@@ -14,7 +14,12 @@ def get_config():
     m.dsa.num_heads, m.dsa.head_dim, m.dsa.top_k = 8, 64, 128
     m.ffn.dim = 1536
     m.moe.num_experts, m.moe.top_k, m.moe.expert_dim, m.moe.latent_dim = 64, 8, 192, 256
-    c.data.tokenizer, c.data.bpe_vocab_size, c.data.seq_len, c.data.batch_size = "bpe", 8192, 2048, 32
+    c.data.tokenizer, c.data.bpe_vocab_size, c.data.seq_len, c.data.batch_size = (
+        "bpe",
+        8192,
+        2048,
+        32,
+    )
     c.train.num_steps, c.train.remat = 10_000, "full"
     c.optim.lr, c.optim.adam_lr = 5e-3, 2e-3
     c.checkpoint.every = c.eval.every = 1000

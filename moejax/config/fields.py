@@ -67,7 +67,9 @@ def _check_field(section: str, field: dataclasses.Field, value: Any) -> None:
     elif isinstance(value, float):
         ok = math.isfinite(value)
     if not ok:
-        raise ConfigError(f"{section}{field.name}={value!r} is not allowed: it must be {allowed(field) or 'finite'}.")
+        raise ConfigError(
+            f"{section}{field.name}={value!r} is not allowed: it must be {allowed(field) or 'finite'}."
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +101,9 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 def unknown_field_message(name: str, known: Iterable[str]) -> str:
     """One line for a field that does not exist: the nearest names, or all of them when none is near."""
     known = sorted(known)
-    near = nearest(name, known) or nearest(name.rsplit(".", 1)[-1], [k.rsplit(".", 1)[-1] for k in known])
+    near = nearest(name, known) or nearest(
+        name.rsplit(".", 1)[-1], [k.rsplit(".", 1)[-1] for k in known]
+    )
     if near:
         by_leaf = {k.rsplit(".", 1)[-1]: k for k in known}
         full = [by_leaf.get(n, n) if n not in known else n for n in near]
@@ -115,7 +119,9 @@ def _coerce(name: str, value: Any, default: Any) -> Any:
     if kind is tuple and isinstance(value, list | tuple):
         return tuple(tuple(v) if isinstance(v, list | tuple) else v for v in value)
     if type(value) is not kind:
-        raise ConfigError(f"{name}={value!r} has type {type(value).__name__}; it must be {kind.__name__}.")
+        raise ConfigError(
+            f"{name}={value!r} has type {type(value).__name__}; it must be {kind.__name__}."
+        )
     return value
 
 
@@ -134,7 +140,9 @@ def build_section(cls: type, values: Mapping[str, Any], prefix: str = "") -> Any
         default = _default_of(fields[name])
         if isinstance(default, Section):
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{prefix}{name} is a section with fields, not the value {value!r}.")
+                raise ConfigError(
+                    f"{prefix}{name} is a section with fields, not the value {value!r}."
+                )
             given[name] = build_section(type(default), value, f"{prefix}{name}.")
         else:
             given[name] = _coerce(prefix + name, value, default)

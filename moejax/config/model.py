@@ -51,7 +51,9 @@ class MlaConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rope != "none" and self.rope_dim % 2:
-            raise ConfigError(f"model.mla.rope_dim={self.rope_dim} is odd; rotation needs pairs. Make it even.")
+            raise ConfigError(
+                f"model.mla.rope_dim={self.rope_dim} is odd; rotation needs pairs. Make it even."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,4 +169,6 @@ class ModelConfig(Section):
 
     def ffn_kinds(self) -> tuple[str, ...]:
         """Feed-forward kind of each layer: `dense` first, then `moe`."""
-        return tuple("dense" if i < self.ffn.num_dense_layers else "moe" for i in range(self.num_layers))
+        return tuple(
+            "dense" if i < self.ffn.num_dense_layers else "moe" for i in range(self.num_layers)
+        )

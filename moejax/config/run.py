@@ -41,7 +41,9 @@ class MeshConfig(Section):
         super().__post_init__()
         zero = [axis for axis in MESH_AXES if getattr(self, axis) == 0]
         if zero:
-            raise ConfigError(f"mesh.{zero[0]}=0 is not allowed: it must be >= 1, or -1 for what is left.")
+            raise ConfigError(
+                f"mesh.{zero[0]}=0 is not allowed: it must be >= 1, or -1 for what is left."
+            )
 
     def sizes(self, num_devices: int) -> dict[str, int]:
         """Size of every axis on `num_devices` devices. Raises ConfigError when the mesh does not fit."""
@@ -50,7 +52,9 @@ class MeshConfig(Section):
         fixed = math.prod(n for n in sizes.values() if n != -1)
         shown = " x ".join(f"{axis}={n}" for axis, n in sizes.items() if n != 1) or "1"
         if len(free) > 1:
-            raise ConfigError(f"mesh {shown} leaves {len(free)} axes at -1; at most one may take what is left.")
+            raise ConfigError(
+                f"mesh {shown} leaves {len(free)} axes at -1; at most one may take what is left."
+            )
         if num_devices % fixed or (not free and fixed != num_devices):
             raise ConfigError(
                 f"mesh {shown} does not fit {num_devices} devices: its fixed axes take {fixed}. "
@@ -173,8 +177,12 @@ class ProfileConfig(Section):
         if not self.steps:
             return None
         first, _, last = self.steps.partition("-")
-        if not (first.isdigit() and (last or first).isdigit() and int(last or first) >= int(first) >= 1):
-            raise ConfigError(f"profile.steps={self.steps!r} is not a range of steps; write it as 10-12.")
+        if not (
+            first.isdigit() and (last or first).isdigit() and int(last or first) >= int(first) >= 1
+        ):
+            raise ConfigError(
+                f"profile.steps={self.steps!r} is not a range of steps; write it as 10-12."
+            )
         return int(first), int(last or first)
 
 
@@ -247,7 +255,10 @@ _BYTE_VOCAB_SIZE = 257  # 256 bytes and end of text
 
 def _check_vocabulary(run: RunConfig) -> None:
     """Tokenizers whose size the config alone tells; one in a file is checked when it is read."""
-    sizes = {"bpe": ("data.bpe_vocab_size", run.data.bpe_vocab_size), "byte": ("the byte tokenizer", _BYTE_VOCAB_SIZE)}
+    sizes = {
+        "bpe": ("data.bpe_vocab_size", run.data.bpe_vocab_size),
+        "byte": ("the byte tokenizer", _BYTE_VOCAB_SIZE),
+    }
     name, size = sizes.get(run.data.tokenizer, ("", 0))
     if size > run.model.vocab_size:
         given = f"{name}={size}" if name.startswith("data.") else f"{name} has {size} tokens, which"

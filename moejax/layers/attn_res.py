@@ -23,7 +23,12 @@ class AttnRes(nnx.Module):
         """Mix [B, T, D] of the first `num_sources` sources."""
         full = wide(sources_XBTD.dtype)
         mix = batch_local(self._mix, (1,))
-        return mix(sources_XBTD, jnp.asarray(num_sources, jnp.int32), use(self.query, full), use(self.norm, full))
+        return mix(
+            sources_XBTD,
+            jnp.asarray(num_sources, jnp.int32),
+            use(self.query, full),
+            use(self.norm, full),
+        )
 
     def _mix(self, sources_XBTD, num_sources, query_D, norm_D):
         return attn_res(query_D, norm_D, sources_XBTD, num_sources=num_sources, eps=self.eps)

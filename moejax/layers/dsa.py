@@ -22,19 +22,27 @@ class Indexer(nnx.Module):
 
     def __init__(self, dim: int, cfg: DsaConfig, mla: MlaConfig, std: float, rngs: nnx.Rngs):
         self.cfg, self.mla = cfg, mla
-        self.q = weight(rngs, (mla.q_latent, cfg.num_heads * cfg.head_dim), ("latent", None), std=std)
+        self.q = weight(
+            rngs, (mla.q_latent, cfg.num_heads * cfg.head_dim), ("latent", None), std=std
+        )
         self.k = weight(rngs, (dim, cfg.head_dim), ("embed", None), std=std)
         self.weights = weight(rngs, (dim, cfg.num_heads), ("embed", None), std=std)
         self.k_norm = vector(jnp.ones(cfg.head_dim), (None,))
         self.k_norm_bias = vector(jnp.zeros(cfg.head_dim), (None,))
 
-    def __call__(self, x_BTD: jax.Array, q_latent_BTQ: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def __call__(
+        self, x_BTD: jax.Array, q_latent_BTQ: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Index queries [B,T,U,u], keys [B,T,u], raw float32 head weights [B,T,U]."""
         dtype, full = x_BTD.dtype, wide(x_BTD.dtype)
         B, T, _ = x_BTD.shape
-        q_BTUu = (q_latent_BTQ @ use(self.q, dtype)).reshape(B, T, self.cfg.num_heads, self.cfg.head_dim)
+        q_BTUu = (q_latent_BTQ @ use(self.q, dtype)).reshape(
+            B, T, self.cfg.num_heads, self.cfg.head_dim
+        )
         k_BTu = x_BTD @ use(self.k, dtype)
-        k_BTu = layer_norm(k_BTu, use(self.k_norm, full), use(self.k_norm_bias, full), self.cfg.k_norm_eps)
+        k_BTu = layer_norm(
+            k_BTu, use(self.k_norm, full), use(self.k_norm_bias, full), self.cfg.k_norm_eps
+        )
         w_BTU = x_BTD.astype(full) @ use(self.weights, full)
         return self._turn(q_BTUu), self._turn(k_BTu[:, :, None])[:, :, 0], w_BTU
 
@@ -42,17 +50,23 @@ class Indexer(nnx.Module):
         if self.cfg.rope == "none":
             return x_BTUu
         R = self.mla.rope_dim
-        return jnp.concatenate([rotate(x_BTUu[..., :R], self.mla, self.cfg.rope), x_BTUu[..., R:]], -1)
+        return jnp.concatenate(
+            [rotate(x_BTUu[..., :R], self.mla, self.cfg.rope), x_BTUu[..., R:]], -1
+        )
 
 
 class Dsa(Mla):
     """MLA with an indexer. Stage `warmup`: dense attention, only the indexer learns; `sparse`: top-k attention and
     the indexer learns from its KL; `frozen`: top-k attention, the indexer is left as it is."""
 
-    def __init__(self, dim: int, cfg: MlaConfig, dsa: DsaConfig, std: float, rngs: nnx.Rngs, **options):
+    def __init__(
+        self, dim: int, cfg: MlaConfig, dsa: DsaConfig, std: float, rngs: nnx.Rngs, **options
+    ):
         super().__init__(dim, cfg, std, rngs, **options)
         if not cfg.q_latent:
-            raise ConfigError("DSA layers need model.mla.q_latent > 0: the indexer reads the query latent.")
+            raise ConfigError(
+                "DSA layers need model.mla.q_latent > 0: the indexer reads the query latent."
+            )
         if dsa.rope != "none" and dsa.head_dim < cfg.rope_dim:
             raise ConfigError(
                 f"model.dsa.head_dim={dsa.head_dim} is less than the model.mla.rope_dim={cfg.rope_dim} dims it "
@@ -61,11 +75,15 @@ class Dsa(Mla):
         self.dsa = dsa
         self.indexer = Indexer(dim, dsa, cfg, std, rngs)
 
-    def attend(self, x_BTD: jax.Array, parts: Latents, segment_ids_BT: jax.Array) -> tuple[jax.Array, dict]:
+    def attend(
+        self, x_BTD: jax.Array, parts: Latents, segment_ids_BT: jax.Array
+    ) -> tuple[jax.Array, dict]:
         dtype = x_BTD.dtype
         assert parts.q_latent_BTQ is not None  # checked when the layer was built
         # The language loss must not train the indexer, nor its KL anything else: cut at its inputs.
-        index = self.indexer(jax.lax.stop_gradient(x_BTD), jax.lax.stop_gradient(parts.q_latent_BTQ))
+        index = self.indexer(
+            jax.lax.stop_gradient(x_BTD), jax.lax.stop_gradient(parts.q_latent_BTQ)
+        )
         body = self._warmup if self.dsa.stage == "warmup" else self._sparse
         run = batch_local(body, (0,) * 8)
         args = (*index, *parts[:4], segment_ids_BT, use(self.k_b, dtype), use(self.v_b, dtype))
@@ -85,11 +103,21 @@ class Dsa(Mla):
         q_latent = jnp.einsum("btnh,cnh->btnc", q, k_b)
         absorbed = (q_latent, q_rope, latent, k_rope)
         out_BTNC, lse = sparse_flash_attention(*absorbed, indices, scale=self.scale)
-        out = jnp.einsum("btnc,cnh->btnh", out_BTNC.astype(v_b.dtype), v_b, preferred_element_type=lse.dtype)
+        out = jnp.einsum(
+            "btnc,cnh->btnh", out_BTNC.astype(v_b.dtype), v_b, preferred_element_type=lse.dtype
+        )
         kl_B, top = jnp.zeros(segment_ids.shape[:1], lse.dtype), jnp.zeros((1, 0))
         if self.dsa.stage == "sparse":
             main = jax.lax.stop_gradient((*absorbed, lse))
-            kl_BT = indexer_kl(q_idx, k_idx, w_idx, *main, scale=self.scale, indices=indices, segment_ids=segment_ids)
+            kl_BT = indexer_kl(
+                q_idx,
+                k_idx,
+                w_idx,
+                *main,
+                scale=self.scale,
+                indices=indices,
+                segment_ids=segment_ids,
+            )
             kl_B = _row_sums(kl_BT, segment_ids)
         if self.track_max_logit:
             top = sparse_max_logit(*absorbed, indices, scale=self.scale)[None]

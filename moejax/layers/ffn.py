@@ -11,7 +11,9 @@ from moejax.layers.param import use, weight, wide
 from moejax.typing import Array, Float
 
 
-def situ(gate: Float[Array, "*B F"], up: Float[Array, "*B F"], beta=4.0, linear_beta=25.0) -> Float[Array, "*B F"]:
+def situ(
+    gate: Float[Array, "*B F"], up: Float[Array, "*B F"], beta=4.0, linear_beta=25.0
+) -> Float[Array, "*B F"]:
     """``beta tanh(gate/beta) sigmoid(gate) · linear_beta tanh(up/linear_beta)``, float32 inside, gate's dtype out."""
     g, u = (a.astype(wide(a.dtype)) for a in (gate, up))
     out = beta * jnp.tanh(g / beta) * jax.nn.sigmoid(g) * linear_beta * jnp.tanh(u / linear_beta)
@@ -36,7 +38,9 @@ class Glu(nnx.Module):
 
     def __init__(self, dim: int, inner: int, cfg: FfnConfig, std: float, rngs: nnx.Rngs):
         self.cfg = cfg
-        self.gate_up = weight(rngs, (dim, 2, inner), ("embed", None, "ffn"), std=std, matrix=(-3, -1))
+        self.gate_up = weight(
+            rngs, (dim, 2, inner), ("embed", None, "ffn"), std=std, matrix=(-3, -1)
+        )
         self.down = weight(rngs, (inner, dim), ("ffn", "embed"), std=std)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:

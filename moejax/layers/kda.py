@@ -35,7 +35,10 @@ class Kda(nnx.Module):
 
         def taps(width: int) -> nnx.Param:
             shape = (cfg.conv_size, N, width)
-            return vector(jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound), (None, "heads", None))
+            return vector(
+                jax.random.uniform(rngs.params(), shape, minval=-bound, maxval=bound),
+                (None, "heads", None),
+            )
 
         self.q_conv, self.k_conv, self.v_conv = taps(H), taps(H), taps(h)
         if cfg.decay_rank:
@@ -76,21 +79,49 @@ class Kda(nnx.Module):
         dtype = x_BTD.dtype
         if hasattr(self, name):
             return x_BTD @ use(getattr(self, name), dtype)
-        return x_BTD @ use(getattr(self, name + "_a"), dtype) @ use(getattr(self, name + "_b"), dtype)
+        return (
+            x_BTD @ use(getattr(self, name + "_a"), dtype) @ use(getattr(self, name + "_b"), dtype)
+        )
 
-    def _attend(self, q, k, v, decay, beta, gate, segment_ids, q_taps, k_taps, v_taps, a_log, dt_bias, o_norm):
+    def _attend(
+        self,
+        q,
+        k,
+        v,
+        decay,
+        beta,
+        gate,
+        segment_ids,
+        q_taps,
+        k_taps,
+        v_taps,
+        a_log,
+        dt_bias,
+        o_norm,
+    ):
         """Everything between the projections, one row at a time: convolution, delta rule, gated norm."""
         q, k, v = (
             _conv(x, taps, segment_ids) for x, taps in ((q, q_taps), (k, k_taps), (v, v_taps))
         )
         bound = self.cfg.gate_lower_bound if self.cfg.gate == "bounded" else None
         out_BTNh, _ = kda_fused(
-            q, k, v, decay, beta, a_log, dt_bias, lower_bound=bound, segment_ids=segment_ids, chunk=self.cfg.chunk
+            q,
+            k,
+            v,
+            decay,
+            beta,
+            a_log,
+            dt_bias,
+            lower_bound=bound,
+            segment_ids=segment_ids,
+            chunk=self.cfg.chunk,
         )
         return gated_norm(out_BTNh, gate, o_norm, eps=self.eps)
 
 
 def _conv(x_BTNH: jax.Array, taps_KNH: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     B, T, N, H = x_BTNH.shape
-    y, _ = short_conv(x_BTNH.reshape(B, T, N * H), taps_KNH.reshape(-1, N * H), segment_ids=segment_ids_BT)
+    y, _ = short_conv(
+        x_BTNH.reshape(B, T, N * H), taps_KNH.reshape(-1, N * H), segment_ids=segment_ids_BT
+    )
     return y.reshape(B, T, N, H)

@@ -29,7 +29,9 @@ class Latents(NamedTuple):
 class Mla(nnx.Module):
     """Reads [B, T, D] and segment ids, gives [B, T, D] and a dict of auxiliary values."""
 
-    def __init__(self, dim: int, cfg: MlaConfig, std: float, rngs: nnx.Rngs, *, track_max_logit: bool = False):
+    def __init__(
+        self, dim: int, cfg: MlaConfig, std: float, rngs: nnx.Rngs, *, track_max_logit: bool = False
+    ):
         N, H, R, C, h = cfg.num_heads, cfg.nope_dim, cfg.rope_dim, cfg.kv_latent, cfg.value_dim
         self.cfg, self.track_max_logit = cfg, track_max_logit
         self.scale = (H + R) ** -0.5 * softmax_scale_factor(cfg)
@@ -60,14 +62,20 @@ class Mla(nnx.Module):
         source, q_latent = x_BTD, None
         if cfg.q_latent:
             source = q_latent = self.q_norm(x_BTD @ use(self.q_a, dtype))
-        q_BTNH = jnp.einsum("btq,qnh->btnh", source, use(self.q_b if cfg.q_latent else self.q, dtype))
+        q_BTNH = jnp.einsum(
+            "btq,qnh->btnh", source, use(self.q_b if cfg.q_latent else self.q, dtype)
+        )
         both_BTC = x_BTD @ use(self.kv_a, dtype)
         latent_BTC = self.kv_norm(both_BTC[..., : cfg.kv_latent])
         k_rope_BT1R = rotate(both_BTC[..., None, cfg.kv_latent :], cfg, cfg.rope)
         q_rope_BTNR = rotate(q_BTNH[..., cfg.nope_dim :], cfg, cfg.rope)
-        return Latents(q_BTNH[..., : cfg.nope_dim], q_rope_BTNR, latent_BTC, k_rope_BT1R[..., 0, :], q_latent)
+        return Latents(
+            q_BTNH[..., : cfg.nope_dim], q_rope_BTNR, latent_BTC, k_rope_BT1R[..., 0, :], q_latent
+        )
 
-    def attend(self, x_BTD: jax.Array, parts: Latents, segment_ids_BT: jax.Array) -> tuple[jax.Array, dict]:
+    def attend(
+        self, x_BTD: jax.Array, parts: Latents, segment_ids_BT: jax.Array
+    ) -> tuple[jax.Array, dict]:
         """Softmax attention over all visible keys: float32 [B, T, N, h], and the largest logit where asked."""
         dtype = x_BTD.dtype
         run = batch_local(self._dense, (0,) * 5)

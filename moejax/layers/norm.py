@@ -11,7 +11,9 @@ from moejax.layers.param import use, vector, wide
 from moejax.typing import Array, Float
 
 
-def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
+def rms_norm(
+    x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float
+) -> Float[Array, "*B D"]:
     """``x / sqrt(mean(x²) + eps)``, cast to x's dtype, then times the weight (that order is the released models')."""
     x_wide = x.astype(wide(x.dtype))
     scale = lax.rsqrt(jnp.mean(jnp.square(x_wide), -1, keepdims=True) + eps)

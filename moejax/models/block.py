@@ -39,7 +39,9 @@ class Residual(NamedTuple):
     def add(self, y_BTD: jax.Array) -> Residual:
         """The state after a sublayer's output joined the running sum."""
         total = self.running_sum() + y_BTD
-        return self._replace(sources_XBTD=lax.dynamic_update_index_in_dim(self.sources_XBTD, total, self.last, 0))
+        return self._replace(
+            sources_XBTD=lax.dynamic_update_index_in_dim(self.sources_XBTD, total, self.last, 0)
+        )
 
     def close_block(self, is_border: jax.Array) -> Residual:
         """Where `is_border`, the running sum becomes a finished block and the next (zero) place takes over."""
@@ -60,7 +62,9 @@ def num_sources(num_layers: int, block: int) -> int:
 class DecoderLayer(nnx.Module):
     """Mix, norm, attention, add; mix, norm, feed-forward, add."""
 
-    def __init__(self, cfg: ModelConfig, kind: LayerKind, rngs: nnx.Rngs, *, track_max_logit: bool = False):
+    def __init__(
+        self, cfg: ModelConfig, kind: LayerKind, rngs: nnx.Rngs, *, track_max_logit: bool = False
+    ):
         self.cfg, self.kind = cfg, kind
         std, eps = cfg.init_std, cfg.norm_eps
         self.attn_norm, self.ffn_norm = RmsNorm(cfg.dim, eps), RmsNorm(cfg.dim, eps)
@@ -78,7 +82,11 @@ class DecoderLayer(nnx.Module):
             self.ffn = LatentMoe(cfg.dim, cfg.moe, cfg.ffn, eps, std, rngs)
 
     def __call__(
-        self, residual: Residual, segment_ids_BT: jax.Array, index: jax.Array, dropout_key: jax.Array | None
+        self,
+        residual: Residual,
+        segment_ids_BT: jax.Array,
+        index: jax.Array,
+        dropout_key: jax.Array | None,
     ) -> tuple[Residual, dict]:
         """One layer.
 

@@ -34,7 +34,9 @@ class Stack(nnx.Module):
             layer = _stacked_layer(cfg, run.kind, (segment.repeats, run.count), rngs, options)
             setattr(self, f"run{i}", layer)
 
-    def __call__(self, residual: Residual, segment_ids_BT, dropout_key, policy: str) -> tuple[Residual, list[dict]]:
+    def __call__(
+        self, residual: Residual, segment_ids_BT, dropout_key, policy: str
+    ) -> tuple[Residual, list[dict]]:
         """All layers of the segment; per run the auxiliary values, stacked [repeats, count, ...]."""
         split = [nnx.split(getattr(self, f"run{i}")) for i in range(len(self.segment.runs))]
         graphs, states = [graph for graph, _ in split], [state for _, state in split]
@@ -66,13 +68,17 @@ def _scan(step, carry, xs, length: int):
     return carry, jax.tree.map(lambda a: a[None], aux)
 
 
-def _stacked_layer(cfg: ModelConfig, kind: LayerKind, lead: tuple[int, int], rngs: nnx.Rngs, options) -> DecoderLayer:
+def _stacked_layer(
+    cfg: ModelConfig, kind: LayerKind, lead: tuple[int, int], rngs: nnx.Rngs, options
+) -> DecoderLayer:
     """A layer module holding the parameters of `lead` layers, each initialised from a key of its own."""
 
     def init(key: jax.Array):
         return nnx.split(DecoderLayer(cfg, kind, nnx.Rngs(params=key), **options))
 
-    graph, _ = nnx.split(nnx.eval_shape(lambda: DecoderLayer(cfg, kind, nnx.Rngs(params=0), **options)))
+    graph, _ = nnx.split(
+        nnx.eval_shape(lambda: DecoderLayer(cfg, kind, nnx.Rngs(params=0), **options))
+    )
     keys = jax.random.split(rngs.params(), lead)
     state = jax.vmap(jax.vmap(lambda key: init(key)[1]))(keys)
     return nnx.merge(graph, state)
@@ -116,7 +122,9 @@ class Decoder(nnx.Module):
         residual = start_residual(x_BTD, num_sources(self.cfg.num_layers, self.cfg.attn_res_block))
         aux = []
         for i in range(self.num_stacks):
-            residual, stack_aux = getattr(self, f"stack{i}")(residual, segment_ids_BT, dropout_key, remat)
+            residual, stack_aux = getattr(self, f"stack{i}")(
+                residual, segment_ids_BT, dropout_key, remat
+            )
             aux.append(stack_aux)
         if self.cfg.attn_res_block:
             x_BTD = self.final_mix(residual.sources_XBTD, residual.last + 1)

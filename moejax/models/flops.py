@@ -43,4 +43,6 @@ def attention_flops_per_token(cfg: ModelConfig, seq_len: int) -> float:
 
 def train_flops_per_token(parts: ModelParts, seq_len: int) -> float:
     """Forward and backward: 6 FLOPs a weight, three times the attention cores."""
-    return 6.0 * matmul_params_per_token(parts) + 3.0 * attention_flops_per_token(parts.cfg, seq_len)
+    return 6.0 * matmul_params_per_token(parts) + 3.0 * attention_flops_per_token(
+        parts.cfg, seq_len
+    )

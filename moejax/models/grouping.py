@@ -56,7 +56,10 @@ def segments_of(kinds: Sequence[LayerKind]) -> tuple[Segment, ...]:
         first = 0
         while first + 2 * period <= len(kinds):
             repeats = 1
-            while kinds[first : first + period] == kinds[first + repeats * period : first + (repeats + 1) * period]:
+            while (
+                kinds[first : first + period]
+                == kinds[first + repeats * period : first + (repeats + 1) * period]
+            ):
                 repeats += 1
             if repeats > 1:
                 candidate = _segment_list(kinds, first, period, repeats)
@@ -66,9 +69,15 @@ def segments_of(kinds: Sequence[LayerKind]) -> tuple[Segment, ...]:
     return best
 
 
-def _segment_list(kinds: list[LayerKind], first: int, period: int, repeats: int) -> tuple[Segment, ...]:
+def _segment_list(
+    kinds: list[LayerKind], first: int, period: int, repeats: int
+) -> tuple[Segment, ...]:
     last = first + period * repeats
-    parts = [(0, 1, kinds[:first]), (first, repeats, kinds[first : first + period]), (last, 1, kinds[last:])]
+    parts = [
+        (0, 1, kinds[:first]),
+        (first, repeats, kinds[first : first + period]),
+        (last, 1, kinds[last:]),
+    ]
     return tuple(Segment(start, times, runs_of(part)) for start, times, part in parts if part)
 
 

@@ -39,7 +39,9 @@ class ModelParts(NamedTuple):
 
     def init(self, key: jax.Array) -> tuple[dict, dict]:
         """Fresh parameters and balancing state; run it inside jit with out_shardings."""
-        _, params, balance = nnx.split(Decoder(self.cfg, nnx.Rngs(params=key), **self.options), nnx.Param, Balance)
+        _, params, balance = nnx.split(
+            Decoder(self.cfg, nnx.Rngs(params=key), **self.options), nnx.Param, Balance
+        )
         return nnx.to_pure_dict(params), nnx.to_pure_dict(balance)
 
     def bind(self, params: dict, balance: dict) -> Decoder:
@@ -62,7 +64,9 @@ def model_parts(cfg: ModelConfig, *, track_max_logit: bool = False) -> ModelPart
     graph, params, balance = nnx.split(abstract, nnx.Param, Balance)
     infos = param_infos(params)
     segments = segments_of(layer_kinds(cfg))
-    return ModelParts(cfg, graph, nnx.to_pure_dict(params), nnx.to_pure_dict(balance), infos, segments, options)
+    return ModelParts(
+        cfg, graph, nnx.to_pure_dict(params), nnx.to_pure_dict(balance), infos, segments, options
+    )
 
 
 def flat_infos(infos: dict) -> list[ParamInfo]:
@@ -77,7 +81,11 @@ def _part_of(name: str) -> str:
         (".router.", "router"), (".indexer.", "indexer"), ("latent_", "latent maps"), ("mix.", "attention residuals"),
         ("norm.", "norms"), (".attn.", "attention"), (".ffn.", "dense feed-forward"),
     ):  # fmt: skip
-        if name.startswith(needle) if not needle.startswith(".") and needle.endswith(("embed.", "head.")) else needle in name:
+        if (
+            name.startswith(needle)
+            if not needle.startswith(".") and needle.endswith(("embed.", "head."))
+            else needle in name
+        ):
             return part
     return "other"
 

@@ -3,7 +3,13 @@
 from moejax.partitioning.mesh import make_mesh, num_batch_shards
 from moejax.partitioning.param_info import ParamInfo
 from moejax.partitioning.rules import BATCH_AXES, COMPUTE, STORED, fit_spec, spec_for
-from moejax.partitioning.shard import active_mesh, batch_local, constrain, shardings_for, stored_spec
+from moejax.partitioning.shard import (
+    active_mesh,
+    batch_local,
+    constrain,
+    shardings_for,
+    stored_spec,
+)
 
 __all__ = [
     "BATCH_AXES",

@@ -40,7 +40,9 @@ def _hybrid(fast: list[int], slow: list[int], devices: list[jax.Device]) -> np.n
     groups: dict[int, list[jax.Device]] = {}
     for device in devices:
         slice_index = getattr(device, "slice_index", None)
-        groups.setdefault(device.process_index if slice_index is None else slice_index, []).append(device)
+        groups.setdefault(device.process_index if slice_index is None else slice_index, []).append(
+            device
+        )
     if len(groups) == math.prod(slow) and len({len(g) for g in groups.values()}) == 1:
         ordered = [device for key in sorted(groups) for device in groups[key]]
     else:

@@ -54,7 +54,9 @@ def spec_for(axes: tuple[str | None, ...], rules: Rules) -> P:
     entries = [None if a is None else rules[a] for a in axes]
     used = [m for e in entries if e is not None for m in ((e,) if isinstance(e, str) else e)]
     if len(set(used)) != len(used):
-        raise ValueError(f"{axes} would put one mesh axis on two dims: {entries}. Give one of them its own name.")
+        raise ValueError(
+            f"{axes} would put one mesh axis on two dims: {entries}. Give one of them its own name."
+        )
     return P(*entries)
 
 

@@ -32,7 +32,9 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
 
 def stored_spec(info: ParamInfo, shape: tuple[int, ...], sizes: dict[str, int]) -> P:
     """Where a parameter lives between steps: its stacked-layer dims whole, the rest by the STORED table."""
-    spec = spec_for(("layers",) * min(info.stack, 1) + (None,) * (info.stack - 1) + info.axes, STORED)
+    spec = spec_for(
+        ("layers",) * min(info.stack, 1) + (None,) * (info.stack - 1) + info.axes, STORED
+    )
     return fit_spec(spec, shape, sizes)
 
 

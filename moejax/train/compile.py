@@ -41,7 +41,9 @@ def enable_cache(setting: str) -> pathlib.Path | None:
     if setting == "off":
         return None
     if jax.config.jax_compilation_cache_dir and setting == "auto":
-        return pathlib.Path(jax.config.jax_compilation_cache_dir)  # the caller has chosen one already
+        return pathlib.Path(
+            jax.config.jax_compilation_cache_dir
+        )  # the caller has chosen one already
     folder = pathlib.Path(setting).expanduser()
     if setting == "auto":
         root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"

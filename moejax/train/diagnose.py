@@ -29,4 +29,8 @@ def first_bad_tensor(program: Program, state: TrainState, batch: dict[str, jax.A
         if flags.any():
             return f"parameter {names[int(flags.argmax())]}"
         flags = jax.device_get(jax.jit(lambda s, b: bad(gradients(program, s, b)[0]))(state, batch))
-    return f"gradient of {names[int(flags.argmax())]}" if flags.any() else "no parameter or gradient, the loss itself"
+    return (
+        f"gradient of {names[int(flags.argmax())]}"
+        if flags.any()
+        else "no parameter or gradient, the loss itself"
+    )

@@ -21,13 +21,17 @@ class EvalResult(NamedTuple):
     num_labels: int
 
 
-def put_batch(program: Program, batch: dict[str, np.ndarray], microbatches: int) -> dict[str, jax.Array]:
+def put_batch(
+    program: Program, batch: dict[str, np.ndarray], microbatches: int
+) -> dict[str, jax.Array]:
     """A host batch [rows, T] on the mesh as [microbatches, rows/microbatches, T]."""
     where = batch_sharding(program)
 
     def put(array: np.ndarray) -> jax.Array:
         rows, T = array.shape
-        return jax.make_array_from_process_local_data(where, array.reshape(microbatches, rows // microbatches, T))
+        return jax.make_array_from_process_local_data(
+            where, array.reshape(microbatches, rows // microbatches, T)
+        )
 
     return {name: put(array) for name, array in batch.items()}
 

@@ -38,8 +38,18 @@ class Loop:
         self, program: Program, state: TrainState, iterator: TrainIterator, evaluator: Evaluator,
         checkpoints: Checkpoints, writers: Writers, progress: Progress, profiler: StepProfiler, tokens: int,
     ):  # fmt: skip
-        self.program, self.state, self.iterator, self.evaluator = program, state, iterator, evaluator
-        self.checkpoints, self.writers, self.progress, self.profiler = checkpoints, writers, progress, profiler
+        self.program, self.state, self.iterator, self.evaluator = (
+            program,
+            state,
+            iterator,
+            evaluator,
+        )
+        self.checkpoints, self.writers, self.progress, self.profiler = (
+            checkpoints,
+            writers,
+            progress,
+            profiler,
+        )
         self.cfg = program.cfg
         self.start_step = int(state.step)
         self.tokens = tokens
@@ -52,7 +62,9 @@ class Loop:
         moe = self.cfg.model.moe
         self.dead = DeadExperts(len(program.parts.moe_layers()), moe.num_experts)
         self.flops_per_token = train_flops_per_token(program.parts, self.cfg.data.seq_len)
-        self.peak = peak_flops(jax.devices()[0], self.cfg.train.compute_dtype)[0] * len(program.mesh.devices.flat)
+        self.peak = peak_flops(jax.devices()[0], self.cfg.train.compute_dtype)[0] * len(
+            program.mesh.devices.flat
+        )
         self._began = self._mark = time.perf_counter()
         self._pending: list[Pending] = []
 
@@ -107,7 +119,11 @@ class Loop:
     def _stop_not_finite(self, done: Pending, loss: float) -> None:
         where = first_bad_tensor(self.program, self.state, done.batch)
         good = self.checkpoints.latest_step()
-        kept = f"the last good checkpoint is {self.checkpoints.path(good)}" if good is not None else "nothing was saved"
+        kept = (
+            f"the last good checkpoint is {self.checkpoints.path(good)}"
+            if good is not None
+            else "nothing was saved"
+        )
         raise NonFiniteError(
             f"loss {loss} at step {done.step}: first bad tensor: {where}; {kept}. "
             "Lower the learning rate or look at the data of this step."
@@ -142,7 +158,11 @@ class Loop:
         self.last = row
         self.progress.update(step, row)
         # A milestone's line is written once its evaluation is known.
-        if not self._is_milestone(step) and step != self.cfg.train.num_steps and step % self.cfg.log.every == 0:
+        if (
+            not self._is_milestone(step)
+            and step != self.cfg.train.num_steps
+            and step % self.cfg.log.every == 0
+        ):
             self.writers.write(step, row)
 
     def _is_milestone(self, step: int) -> bool:
@@ -162,7 +182,12 @@ class Loop:
                 f"step {step}: validation loss {result.loss:.4f} a token, {result.nats_per_byte:.4f} nats a byte"
             )
         self.writers.write(step, self.last)
-        if final or saving or self.checkpoints.due(step) or (is_best and self.cfg.checkpoint.keep_best):
+        if (
+            final
+            or saving
+            or self.checkpoints.due(step)
+            or (is_best and self.cfg.checkpoint.keep_best)
+        ):
             self.save(step)
         self._mark = time.perf_counter()  # evaluation and saving are no part of a step's time
 
@@ -174,7 +199,13 @@ class Loop:
     def save(self, step: int) -> None:
         """Saves everything a resumed run needs to repeat the same bits."""
         position = {"data": self.iterator.get_state(), "tokens": self.tokens}
-        metrics = {k: v for k, v in self.last.items() if k in ("eval_loss", "loss") and v is not None}
+        metrics = {
+            k: v for k, v in self.last.items() if k in ("eval_loss", "loss") and v is not None
+        }
         self.checkpoints.save(
-            step, as_tree(self.state, self.cfg.seed), position=position, config=as_dict(self.cfg), metrics=metrics
+            step,
+            as_tree(self.state, self.cfg.seed),
+            position=position,
+            config=as_dict(self.cfg),
+            metrics=metrics,
         )

@@ -13,14 +13,28 @@ import jax
 
 from moejax.checkpoint import Checkpoints
 from moejax.config import ConfigError, RunConfig, as_dict
-from moejax.data import Corpus, Tokenizer, get_tokenizer, load_corpus, make_eval_batches, make_train_iterator
+from moejax.data import (
+    Corpus,
+    Tokenizer,
+    get_tokenizer,
+    load_corpus,
+    make_eval_batches,
+    make_train_iterator,
+)
 from moejax.observability import Progress, RunSummary, StepProfiler, open_writers, print_summary
 from moejax.partitioning import make_mesh
 from moejax.train.compile import enable_cache
 from moejax.train.evaluate import EvalResult, Evaluator
 from moejax.train.loop import Loop
 from moejax.train.signals import StopRequest
-from moejax.train.state import Program, TrainState, abstract_tree, build_program, from_tree, init_state
+from moejax.train.state import (
+    Program,
+    TrainState,
+    abstract_tree,
+    build_program,
+    from_tree,
+    init_state,
+)
 from moejax.version import __version__
 
 
@@ -70,7 +84,12 @@ def run(cfg: RunConfig, workdir: str | os.PathLike[str], *, name: str = "") -> T
     check_vocabulary(cfg, tokenizer)
     shard = (jax.process_index(), jax.process_count())
     iterator = make_train_iterator(
-        cfg.data, tokenizer, corpora["train"], seed=cfg.seed, start_state=position.get("data"), shard=shard
+        cfg.data,
+        tokenizer,
+        corpora["train"],
+        seed=cfg.seed,
+        start_state=position.get("data"),
+        shard=shard,
     )
     eval_rows = cfg.eval.batch_size or cfg.data.batch_size
     batches = make_eval_batches(cfg.data, tokenizer, corpora["validation"], eval_rows, shard=shard)
@@ -79,7 +98,10 @@ def run(cfg: RunConfig, workdir: str | os.PathLike[str], *, name: str = "") -> T
     writers = open_writers(workdir, cfg.log, first_step=start + 1)
     profiler = StepProfiler(cfg.profile, workdir, say)
     try:
-        with Progress(cfg.train.num_steps, first_step=start, enabled=cfg.log.progress) as progress, StopRequest() as stop:
+        with (
+            Progress(cfg.train.num_steps, first_step=start, enabled=cfg.log.progress) as progress,
+            StopRequest() as stop,
+        ):
             loop = Loop(
                 program, state, iterator, Evaluator(program, batches), checkpoints, writers, progress, profiler,
                 int(position.get("tokens", 0)),
@@ -99,7 +121,9 @@ def run(cfg: RunConfig, workdir: str | os.PathLike[str], *, name: str = "") -> T
     return TrainResult(dict(loop.last), where, step, outcome, stop.signum)
 
 
-def restore_or_init(program: Program, checkpoints: Checkpoints, say) -> tuple[TrainState, dict[str, Any]]:
+def restore_or_init(
+    program: Program, checkpoints: Checkpoints, say
+) -> tuple[TrainState, dict[str, Any]]:
     """The newest readable state of the run, else weights of `init_from`, else fresh ones; and the data position."""
     cfg = program.cfg
     if checkpoints.latest_step() is not None:
@@ -124,7 +148,9 @@ def check_writable(workdir: pathlib.Path) -> None:
     if not place.is_dir():
         raise ConfigError(f"workdir {workdir} cannot be used: {place} is not a folder.")
     if not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(f"workdir {workdir} is not writable: no permission in {place}. Choose another --workdir.")
+        raise ConfigError(
+            f"workdir {workdir} is not writable: no permission in {place}. Choose another --workdir."
+        )
 
 
 def check_vocabulary(cfg: RunConfig, tokenizer: Tokenizer) -> None:
@@ -145,7 +171,9 @@ def _shape_of(mesh) -> str:
     return " x ".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1) or "one device"
 
 
-def _write_facts(cfg: RunConfig, workdir: pathlib.Path, tokenizer: Tokenizer, corpora: dict[str, Corpus], mesh) -> None:
+def _write_facts(
+    cfg: RunConfig, workdir: pathlib.Path, tokenizer: Tokenizer, corpora: dict[str, Corpus], mesh
+) -> None:
     """config.json (as resolved) and run.json (what else decides the numbers), beside the checkpoints."""
     if jax.process_index():
         return
@@ -156,9 +184,14 @@ def _write_facts(cfg: RunConfig, workdir: pathlib.Path, tokenizer: Tokenizer, co
         "python": platform.python_version(),
         "devices": f"{mesh.devices.size} x {mesh.devices.flat[0].device_kind}",
         "mesh": dict(mesh.shape),
-        "tokenizer": {"name": tokenizer.name, "sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
+        "tokenizer": {
+            "name": tokenizer.name,
+            "sha256": tokenizer.sha256,
+            "vocab_size": tokenizer.vocab_size,
+        },
         "corpus": {
-            split: {"sha256": c.sha256, "documents": len(c), "bytes": c.num_bytes} for split, c in corpora.items()
+            split: {"sha256": c.sha256, "documents": len(c), "bytes": c.num_bytes}
+            for split, c in corpora.items()
         },
     }
     for file, content in (("config.json", as_dict(cfg)), ("run.json", facts)):
@@ -167,7 +200,9 @@ def _write_facts(cfg: RunConfig, workdir: pathlib.Path, tokenizer: Tokenizer, co
         os.replace(scratch, workdir / file)
 
 
-def _already_finished(cfg: RunConfig, workdir, checkpoints: Checkpoints, latest: int) -> TrainResult:
+def _already_finished(
+    cfg: RunConfig, workdir, checkpoints: Checkpoints, latest: int
+) -> TrainResult:
     where = checkpoints.path(latest)
     _say(
         f"{workdir} is finished: step {latest} of train.num_steps={cfg.train.num_steps}, in {where}. "
@@ -176,7 +211,9 @@ def _already_finished(cfg: RunConfig, workdir, checkpoints: Checkpoints, latest:
     return TrainResult({}, where, latest, "finished before")
 
 
-def _summarise(cfg, workdir, name, loop: Loop, checkpoints: Checkpoints, outcome: str, step: int, wall_s: float) -> None:
+def _summarise(
+    cfg, workdir, name, loop: Loop, checkpoints: Checkpoints, outcome: str, step: int, wall_s: float
+) -> None:
     if jax.process_index():
         return
     newest, best = checkpoints.latest_step(), checkpoints.best_step()

@@ -43,7 +43,9 @@ def build_program(cfg: RunConfig, mesh: Mesh) -> Program:
     optimizer = build_optimizer(cfg.optim, cfg.train.num_steps, parts.infos)
     abstract_opt = jax.eval_shape(optimizer.init, parts.params)
     everywhere = NamedSharding(mesh, P())
-    abstract = TrainState(parts.params, abstract_opt, parts.balance, jax.ShapeDtypeStruct((), jnp.int32))
+    abstract = TrainState(
+        parts.params, abstract_opt, parts.balance, jax.ShapeDtypeStruct((), jnp.int32)
+    )
     shardings = TrainState(
         param_shardings,
         state_shardings(abstract_opt, parts.params, param_shardings),
@@ -70,7 +72,9 @@ def init_state(program: Program, seed: int, params: dict | None = None) -> Train
     on_cpu = program.mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 0} if on_cpu else None
     with jax.set_mesh(program.mesh):
-        return jax.jit(build, out_shardings=program.shardings, compiler_options=options)(jax.random.key(seed), params)
+        return jax.jit(build, out_shardings=program.shardings, compiler_options=options)(
+            jax.random.key(seed), params
+        )
 
 
 def as_tree(state: TrainState, seed: int) -> dict:

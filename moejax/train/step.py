@@ -40,7 +40,14 @@ def token_loss(program: Program, model, hidden_BTD: jax.Array, labels_BT: jax.Ar
     return jnp.sum(batch_local(local, (0, 0))(hidden_BTD, labels_BT, table_VD))
 
 
-def _forward(program: Program, params: dict, balance: dict, micro: Batch, key: jax.Array | None, training: bool):
+def _forward(
+    program: Program,
+    params: dict,
+    balance: dict,
+    micro: Batch,
+    key: jax.Array | None,
+    training: bool,
+):
     cfg = program.cfg.train
     model = program.parts.bind(params, balance)
     hidden_BTD, aux = model(
@@ -56,12 +63,16 @@ def _counts(batch: Batch) -> dict[str, jax.Array]:
     return {
         "labels": jnp.maximum(jnp.sum(batch["labels"] >= 0), 1).astype(jnp.float32),
         # Queries with more than one visible key: the first token of a document has a KL of 0 by definition.
-        "queries": jnp.maximum(jnp.sum(same & (batch["segment_ids"][..., 1:] > 0)), 1).astype(jnp.float32),
+        "queries": jnp.maximum(jnp.sum(same & (batch["segment_ids"][..., 1:] > 0)), 1).astype(
+            jnp.float32
+        ),
         "rows": jnp.float32(batch["tokens"].shape[0] * batch["tokens"].shape[1]),
     }
 
 
-def micro_loss(program: Program, params, balance, micro: Batch, counts, key) -> tuple[jax.Array, dict]:
+def micro_loss(
+    program: Program, params, balance, micro: Batch, counts, key
+) -> tuple[jax.Array, dict]:
     """This microbatch's share of the step's loss, and what it measured."""
     model, segments = program.cfg.model, program.parts.segments
     loss_sum, aux = _forward(program, params, balance, micro, key, training=True)
@@ -134,7 +145,9 @@ def _trainable(program: Program, updates: dict) -> dict:
         return updates
     wanted = stage == "warmup"
     return jax.tree.map(
-        lambda info, u: u if (".indexer." in info.name) == wanted else jnp.zeros_like(u), program.parts.infos, updates
+        lambda info, u: u if (".indexer." in info.name) == wanted else jnp.zeros_like(u),
+        program.parts.infos,
+        updates,
     )
 
 
@@ -216,7 +229,9 @@ def _metrics(program: Program, state: TrainState, batch: Batch, measured: dict, 
     return out
 
 
-def eval_step(program: Program, params: dict, balance: dict, batch: Batch) -> tuple[jax.Array, jax.Array]:
+def eval_step(
+    program: Program, params: dict, balance: dict, batch: Batch
+) -> tuple[jax.Array, jax.Array]:
     """Summed token loss of a batch [1, B, T] and how many labels it has."""
     micro = jax.tree.map(lambda a: a[0], batch)
     loss_sum, _ = _forward(program, params, balance, micro, None, training=False)

@@ -12,13 +12,17 @@ from moejax.typing import Array, Bool, Float, Int
 NUM_BINS = 1000
 
 
-def required_bias(scores_ME: Float[Array, "M E"], bias_E: Float[Array, "E"], top_k: int) -> Float[Array, "M E"]:
+def required_bias(
+    scores_ME: Float[Array, "M E"], bias_E: Float[Array, "E"], top_k: int
+) -> Float[Array, "M E"]:
     """r = α − s: the bias with which expert j would just be chosen by token i; α is the (k+1)-th biased score."""
     alpha_M = lax.top_k(scores_ME + bias_E, top_k + 1)[0][:, -1]
     return alpha_M[:, None] - scores_ME
 
 
-def quantile_bias(scores_ME: Float[Array, "M E"], bias_E: Float[Array, "E"], top_k: int) -> Float[Array, "E"]:
+def quantile_bias(
+    scores_ME: Float[Array, "M E"], bias_E: Float[Array, "E"], top_k: int
+) -> Float[Array, "E"]:
     """One QB update by sorting: the (k/n)-quantile of the required bias of each expert, mean removed.
 
     With rank q = m k / n it is the mean of the ⌈q⌉-th and (⌊q⌋+1)-th smallest. The plain meaning of the update; training
@@ -57,7 +61,9 @@ def histogram(
     return counts.at[flat_ME.reshape(-1)].add(valid_ME.reshape(-1)).reshape(E, NUM_BINS)
 
 
-def quantile_from_histogram(counts_EZ: Int[Array, "*X E bins"], bias_E: Float[Array, "*X E"], top_k: int):
+def quantile_from_histogram(
+    counts_EZ: Int[Array, "*X E bins"], bias_E: Float[Array, "*X E"], top_k: int
+):
     """The QB update from summed histograms: linear interpolation inside the bin that reaches rank m k / n.
 
     Within one bin width of the ⌈mk/n⌉-th smallest required bias. Leading (stacked-layer) dims are allowed; with no
@@ -79,7 +85,9 @@ def quantile_from_histogram(counts_EZ: Int[Array, "*X E bins"], bias_E: Float[Ar
     return jnp.where((total > 0) & (top_k < E), new_E, bias_E).astype(bias_E.dtype)
 
 
-def bias_step(load_E: Int[Array, "*X E"], bias_E: Float[Array, "*X E"], rate: float) -> Float[Array, "*X E"]:
+def bias_step(
+    load_E: Int[Array, "*X E"], bias_E: Float[Array, "*X E"], rate: float
+) -> Float[Array, "*X E"]:
     """``b += rate · sign(mean load − load)``, once a step. Source: DeepSeek-V3, arXiv:2412.19437."""
     load = load_E.astype(bias_E.dtype)
     return bias_E + rate * jnp.sign(jnp.mean(load, -1, keepdims=True) - load)
@@ -103,7 +111,9 @@ def aux_loss_rows(
     return jnp.sum(lax.stop_gradient(load_BE) * mean_BE, -1)
 
 
-def new_bias(cfg: MoeConfig, bias_E: jax.Array, load_E: jax.Array, counts_EZ: jax.Array | None) -> jax.Array:
+def new_bias(
+    cfg: MoeConfig, bias_E: jax.Array, load_E: jax.Array, counts_EZ: jax.Array | None
+) -> jax.Array:
     """The bias for the next step, as the config balances."""
     if cfg.balance == "quantile" and counts_EZ is not None:
         return quantile_from_histogram(counts_EZ, bias_E, cfg.top_k)

@@ -33,9 +33,16 @@ class Experts(nnx.Module):
 
 
 def run_rows(
-    weights: dict[str, jax.Array], rows_RL: jax.Array, group_sizes_e: jax.Array, *, activation: str, betas: tuple
+    weights: dict[str, jax.Array],
+    rows_RL: jax.Array,
+    group_sizes_e: jax.Array,
+    *,
+    activation: str,
+    betas: tuple,
 ) -> jax.Array:
     """Rows sorted by expert through their experts; rows past the last group give 0."""
     gate_up = weights["gate_up"].reshape(*weights["gate_up"].shape[:2], -1)
-    hidden_RF = grouped_matmul(rows_RL, gate_up, group_sizes_e, activation=activation, situ_betas=betas)
+    hidden_RF = grouped_matmul(
+        rows_RL, gate_up, group_sizes_e, activation=activation, situ_betas=betas
+    )
     return grouped_matmul(hidden_RF, weights["down"], group_sizes_e)

@@ -23,7 +23,9 @@ from pallas_kernels.permute import plan_permute
 class LatentMoe(nnx.Module):
     """Router on the full width, experts on a latent, shared experts on the full width again."""
 
-    def __init__(self, dim: int, cfg: MoeConfig, ffn: FfnConfig, eps: float, std: float, rngs: nnx.Rngs):
+    def __init__(
+        self, dim: int, cfg: MoeConfig, ffn: FfnConfig, eps: float, std: float, rngs: nnx.Rngs
+    ):
         self.cfg = cfg
         self.router = Router(dim, cfg, std, rngs)
         if cfg.latent_dim:

@@ -49,7 +49,9 @@ def route(
     if num_groups > 1:
         choice = _close_groups(choice, num_groups, top_groups)
     _, ids = lax.top_k(choice, top_k)
-    weights = jnp.take_along_axis(scores + lax.stop_gradient(bias) if weights_use_bias else scores, ids, -1)
+    weights = jnp.take_along_axis(
+        scores + lax.stop_gradient(bias) if weights_use_bias else scores, ids, -1
+    )
     if renormalize:
         weights = weights / (jnp.sum(weights, -1, keepdims=True) + 1e-20)
     return ids, weights * scale

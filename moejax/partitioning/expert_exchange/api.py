@@ -41,8 +41,18 @@ def exchange_experts(
     mesh = active_mesh()
     if mesh is None:
         if exchange not in ("auto", "local"):
-            raise ValueError(f"exchange {exchange!r} needs a mesh with an expert axis; use 'auto' or 'local'.")
-        return _on_rows(local.routed_experts, x_BTL, expert_ids_BTA, weights_BTA, weights, expert_fn, num_experts)
+            raise ValueError(
+                f"exchange {exchange!r} needs a mesh with an expert axis; use 'auto' or 'local'."
+            )
+        return _on_rows(
+            local.routed_experts,
+            x_BTL,
+            expert_ids_BTA,
+            weights_BTA,
+            weights,
+            expert_fn,
+            num_experts,
+        )
     name = resolve_exchange(exchange, mesh.shape["expert"])
     axes = tuple(mesh.axis_names)
 

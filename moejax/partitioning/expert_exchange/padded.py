@@ -76,19 +76,25 @@ def routed_experts(
     most = lax.pmax(jnp.max(routing.counts_P), all_axes)
     num_rounds = jnp.maximum(-(-most // bucket), 1)
     out_ML = _one_round(expert_fn, geometry, x_ML, weights_MA, weights, routing, jnp.int32(0))
-    out_ML = out_ML + _further_rounds(expert_fn, geometry, x_ML, weights_MA, weights, routing, num_rounds)
+    out_ML = out_ML + _further_rounds(
+        expert_fn, geometry, x_ML, weights_MA, weights, routing, num_rounds
+    )
     sent = num_rounds.astype(jnp.float32) * (ranks * bucket)
     return out_ML.astype(x_ML.dtype), ExchangeStats(num_rounds.astype(jnp.float32), sent)
 
 
 def _routing(expert_ids_MA: jax.Array, geometry: Geometry) -> Routing:
     plan = plan_permute(expert_ids_MA, geometry.num_experts)
-    counts_P = plan.group_sizes.reshape(geometry.ranks, geometry.local_experts).sum(-1, dtype=jnp.int32)
+    counts_P = plan.group_sizes.reshape(geometry.ranks, geometry.local_experts).sum(
+        -1, dtype=jnp.int32
+    )
     starts_P = jnp.cumsum(counts_P) - counts_P
     return Routing(plan.order, plan.positions, expert_ids_MA, counts_P, starts_P)
 
 
-def _one_round(expert_fn, geometry: Geometry, x_ML, weights_MA, weights, routing: Routing, turn) -> jax.Array:
+def _one_round(
+    expert_fn, geometry: Geometry, x_ML, weights_MA, weights, routing: Routing, turn
+) -> jax.Array:
     """Rows ``turn * bucket ...`` of every bucket: out, through the experts, back. float32 or wider [M, L]."""
     experts_per_token = weights_MA.shape[1]
     lane = turn * geometry.bucket + jnp.arange(geometry.bucket, dtype=jnp.int32)
@@ -180,7 +186,9 @@ def _further_rounds(expert_fn, geometry, x_ML, weights_MA, weights, routing: Rou
 def _further_fwd(expert_fn, geometry, x_ML, weights_MA, weights, routing, num_rounds):
     def body(state):
         turn, total_ML = state
-        return turn + 1, total_ML + _one_round(expert_fn, geometry, x_ML, weights_MA, weights, routing, turn)
+        return turn + 1, total_ML + _one_round(
+            expert_fn, geometry, x_ML, weights_MA, weights, routing, turn
+        )
 
     zero_ML = jnp.zeros(x_ML.shape, weights_MA.dtype)
     _, total_ML = lax.while_loop(lambda s: s[0] < num_rounds, body, (jnp.int32(1), zero_ML))
@@ -194,9 +202,13 @@ def _further_bwd(expert_fn, geometry, residuals, dout_ML):
     def body(state):
         turn, grads = state
         _, pull = jax.vjp(lambda *p: _one_round(expert_fn, geometry, *p, routing, turn), *primals)
-        return turn + 1, jax.tree.map(lambda total, new: total + new.astype(total.dtype), grads, pull(dout_ML))
+        return turn + 1, jax.tree.map(
+            lambda total, new: total + new.astype(total.dtype), grads, pull(dout_ML)
+        )
 
-    wide = jax.tree.map(lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), primals)
+    wide = jax.tree.map(
+        lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), primals
+    )
     _, grads = lax.while_loop(lambda s: s[0] < num_rounds, body, (jnp.int32(1), wide))
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, primals)
     no_grad = jax.tree.map(_float0, (routing, num_rounds))
