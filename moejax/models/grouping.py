@@ -47,8 +47,8 @@ def runs_of(kinds: Sequence[LayerKind]) -> tuple[Run, ...]:
 def segments_of(kinds: Sequence[LayerKind]) -> tuple[Segment, ...]:
     """The layers as a head, one repeated group and a tail, with as few bodies to compile as possible.
 
-    K3's 93 layers become: a dense KDA layer, two KDA layers, an MLA layer; 22 times (three KDA layers, an MLA layer);
-    an MLA layer. That is six layer bodies whatever the depth.
+    K3's 93 layers become: a dense KDA layer and two KDA layers; 22 times (an MLA layer, three
+    KDA layers); two MLA layers. That is five layer bodies whatever the depth.
     """
     kinds = list(kinds)
     best = _segment_list(kinds, 0, len(kinds), 1)
