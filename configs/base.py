@@ -1,6 +1,7 @@
 """Every field of a run, its default, and one comment each: the one place to look.
 
-A config file starts from this and changes what differs; `--config.section.field=value` changes one on the command line.
+A config file starts from this and changes what differs; `--config.section.field=value` changes one
+on the command line.
 """
 
 from ml_collections import ConfigDict

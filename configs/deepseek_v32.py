@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2: MLA with rotary positions and a lightning indexer in every layer, group-limited routing."""
+"""DeepSeek-V3.2: MLA with rotary positions, an indexer in every layer, group-limited routing."""
 
 from configs import base
 

@@ -1,4 +1,4 @@
-"""Kimi K3: 2.78 T parameters, 104 B active; KDA with gated MLA every fourth layer, Stable LatentMoE."""
+"""Kimi K3, 2.78 T parameters, 104 B active: KDA, gated MLA every fourth layer, Stable LatentMoE."""
 
 from configs import base
 

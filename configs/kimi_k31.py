@@ -1,4 +1,7 @@
-"""Kimi K3.1 Pro: K3 with a lightning indexer (32 x 128, top 2048, no rotation) in its full-attention layers."""
+"""Kimi K3.1 Pro: K3 with a lightning indexer in its full-attention layers.
+
+The indexer has 32 heads of 128, selects 2048 keys and rotates nothing.
+"""
 
 from configs import kimi_k3
 

@@ -1,4 +1,4 @@
-"""A small model of the same architecture: 223 M parameters, for one GPU or a patient workstation."""
+"""A small model of the same architecture: 223 M parameters, for a GPU or a patient workstation."""
 
 from configs import base
 

@@ -1,7 +1,7 @@
 """Config sections as frozen dataclasses whose fields carry their allowed range.
 
-A section is declared with :func:`setting`; :class:`Section` checks every range when an instance is made, so that a
-wrong value is one line that names the field, what was given and what is allowed.
+A section is declared with :func:`setting`; :class:`Section` checks every range when an instance is
+made, so that a wrong value is one line that names the field, what was given and what is allowed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def _check_field(section: str, field: dataclasses.Field, value: Any) -> None:
         ok = math.isfinite(value)
     if not ok:
         raise ConfigError(
-            f"{section}{field.name}={value!r} is not allowed: it must be {allowed(field) or 'finite'}."
+            f"{section}{field.name}={value!r} is not allowed: "
+            f"it must be {allowed(field) or 'finite'}."
         )
 
 
@@ -99,7 +100,7 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
 
 
 def unknown_field_message(name: str, known: Iterable[str]) -> str:
-    """One line for a field that does not exist: the nearest names, or all of them when none is near."""
+    """One line for a field that does not exist: the nearest names, or all when none is near."""
     known = sorted(known)
     near = nearest(name, known) or nearest(
         name.rsplit(".", 1)[-1], [k.rsplit(".", 1)[-1] for k in known]
@@ -129,7 +130,8 @@ def build_section(cls: type, values: Mapping[str, Any], prefix: str = "") -> Any
     """An instance of the section `cls` from nested mappings.
 
     Raises:
-      ConfigError: an unknown field (named with its nearest neighbours), a wrong type, or a value out of range.
+      ConfigError: an unknown field (named with its nearest neighbours), a wrong type, or a value
+        out of range.
     """
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for name in values:

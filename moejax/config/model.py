@@ -110,20 +110,21 @@ class MoeConfig(Section):
         super().__post_init__()
         if self.top_k > self.num_experts:
             raise ConfigError(
-                f"model.moe.top_k={self.top_k} is more than model.moe.num_experts={self.num_experts}. "
-                "Lower top_k or add experts."
+                f"model.moe.top_k={self.top_k} is more than "
+                f"model.moe.num_experts={self.num_experts}. Lower top_k or add experts."
             )
         if self.num_experts % self.num_groups or self.top_groups > self.num_groups:
             raise ConfigError(
                 f"model.moe.num_groups={self.num_groups}, top_groups={self.top_groups} do not fit "
-                f"num_experts={self.num_experts}: groups must divide experts, and top_groups be at most num_groups."
+                f"num_experts={self.num_experts}: groups must divide experts, and top_groups be at "
+                "most num_groups."
             )
         if self.num_groups > 1:
             open_experts = self.top_groups * (self.num_experts // self.num_groups)
             if self.top_k > open_experts:
                 raise ConfigError(
-                    f"model.moe.top_k={self.top_k} is more than the {open_experts} experts in top_groups="
-                    f"{self.top_groups} groups. Raise top_groups or lower top_k."
+                    f"model.moe.top_k={self.top_k} is more than the {open_experts} experts in "
+                    f"top_groups={self.top_groups} groups. Raise top_groups or lower top_k."
                 )
 
 
@@ -155,12 +156,12 @@ class ModelConfig(Section):
         wrong = sorted(set(kinds) - set(ATTENTION_KINDS))
         if wrong:
             raise ConfigError(
-                f"model.attention={self.attention!r} names {wrong}; it is a comma-separated pattern of "
-                f"{', '.join(ATTENTION_KINDS)}, repeated over the layers."
+                f"model.attention={self.attention!r} names {wrong}; it is a comma-separated "
+                f"pattern of {', '.join(ATTENTION_KINDS)}, repeated over the layers."
             )
 
     def attention_kinds(self) -> tuple[str, ...]:
-        """Attention kind of each layer: the pattern repeated, the last layer as `last_attention` says."""
+        """Attention kind of each layer: the pattern repeated, the last as `last_attention` says."""
         pattern = self.attention.replace(" ", "").split(",")
         kinds = [pattern[i % len(pattern)] for i in range(self.num_layers)]
         if self.last_attention:

@@ -46,7 +46,11 @@ class MeshConfig(Section):
             )
 
     def sizes(self, num_devices: int) -> dict[str, int]:
-        """Size of every axis on `num_devices` devices. Raises ConfigError when the mesh does not fit."""
+        """Size of every axis on `num_devices` devices.
+
+        Raises:
+          ConfigError: the mesh does not fit.
+        """
         sizes = {axis: getattr(self, axis) for axis in MESH_AXES}
         free = [axis for axis, n in sizes.items() if n == -1]
         fixed = math.prod(n for n in sizes.values() if n != -1)
@@ -204,7 +208,13 @@ class RunConfig(Section):
     profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
 
     def check(self, num_devices: int) -> dict[str, int]:
-        """Rules that span sections, on this many devices. Returns the mesh sizes; raises ConfigError."""
+        """Rules that span sections, on this many devices.
+
+        Returns:
+          The mesh sizes.
+        Raises:
+          ConfigError: a rule is broken.
+        """
         sizes = self.mesh.sizes(num_devices)
         _check_later_axes(sizes)
         _check_experts(self.model, sizes)
@@ -217,8 +227,8 @@ def _check_later_axes(sizes: dict[str, int]) -> None:
     later = [axis for axis in ("stage", "context", "tensor") if sizes[axis] > 1]
     if later:
         raise ConfigError(
-            f"mesh.{later[0]}={sizes[later[0]]} is not supported yet: only data, fsdp and expert may be larger "
-            f"than 1 in this version. Set mesh.{later[0]}=1."
+            f"mesh.{later[0]}={sizes[later[0]]} is not supported yet: only data, fsdp and expert "
+            f"may be larger than 1 in this version. Set mesh.{later[0]}=1."
         )
 
 
@@ -227,13 +237,14 @@ def _check_experts(model: ModelConfig, sizes: dict[str, int]) -> None:
     if "moe" in model.ffn_kinds() and experts % axis:
         below, above = experts - experts % axis, experts + axis - experts % axis
         raise ConfigError(
-            f"model.moe.num_experts={experts} does not divide over mesh.expert={axis} ({experts % axis} left "
-            f"over). Use {below or above} or {above} experts, or another mesh.expert."
+            f"model.moe.num_experts={experts} does not divide over mesh.expert={axis} "
+            f"({experts % axis} left over). Use {below or above} or {above} experts, or another "
+            "mesh.expert."
         )
     if model.moe.exchange == "local" and axis > 1:
         raise ConfigError(
-            f"model.moe.exchange='local' keeps every expert on every device, but mesh.expert={axis}. "
-            "Use exchange='auto', or mesh.expert=1."
+            "model.moe.exchange='local' keeps every expert on every device, but "
+            f"mesh.expert={axis}. Use exchange='auto', or mesh.expert=1."
         )
 
 
@@ -242,8 +253,8 @@ def _check_batch(run: RunConfig, sizes: dict[str, int]) -> None:
     rows, accumulation = run.data.batch_size, run.train.accumulation
     if rows % (ways * accumulation):
         raise ConfigError(
-            f"data.batch_size={rows} does not divide over {ways} batch shards x train.accumulation={accumulation}. "
-            f"Use a multiple of {ways * accumulation}."
+            f"data.batch_size={rows} does not divide over {ways} batch shards x "
+            f"train.accumulation={accumulation}. Use a multiple of {ways * accumulation}."
         )
     eval_rows = run.eval.batch_size or rows
     if eval_rows % ways:

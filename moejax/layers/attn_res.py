@@ -12,7 +12,10 @@ from pallas_kernels.attn_res import attn_res
 
 
 class AttnRes(nnx.Module):
-    """Learned attention over the residual sources of each token; starts as their plain mean (query 0)."""
+    """Learned attention over each token's residual sources.
+
+    Starts as their plain mean (query 0).
+    """
 
     def __init__(self, dim: int, eps: float):
         self.eps = eps

@@ -1,4 +1,7 @@
-"""DSA: gated MLA restricted to the keys a lightning indexer selects, and the indexer's own loss (section 4)."""
+"""DSA: gated MLA over the keys that a lightning indexer selects, and the indexer's own loss.
+
+Architecture section 4.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from pallas_kernels.sparse_flash_attention import sparse_flash_attention, sparse
 
 
 class Indexer(nnx.Module):
-    """Lightning indexer: few small query heads, one key head, a weight a head. Its rotated dims come first."""
+    """Lightning indexer: few small query heads, one key head, a weight a head.
+
+    Its rotated dims come first.
+    """
 
     def __init__(self, dim: int, cfg: DsaConfig, mla: MlaConfig, std: float, rngs: nnx.Rngs):
         self.cfg, self.mla = cfg, mla
@@ -56,8 +62,11 @@ class Indexer(nnx.Module):
 
 
 class Dsa(Mla):
-    """MLA with an indexer. Stage `warmup`: dense attention, only the indexer learns; `sparse`: top-k attention and
-    the indexer learns from its KL; `frozen`: top-k attention, the indexer is left as it is."""
+    """MLA with an indexer.
+
+    Stage `warmup`: dense attention, only the indexer learns; `sparse`: top-k attention and the
+    indexer learns from its KL; `frozen`: top-k attention, the indexer is left as it is.
+    """
 
     def __init__(
         self, dim: int, cfg: MlaConfig, dsa: DsaConfig, std: float, rngs: nnx.Rngs, **options
@@ -69,8 +78,9 @@ class Dsa(Mla):
             )
         if dsa.rope != "none" and dsa.head_dim < cfg.rope_dim:
             raise ConfigError(
-                f"model.dsa.head_dim={dsa.head_dim} is less than the model.mla.rope_dim={cfg.rope_dim} dims it "
-                "rotates. Make it larger, or set model.dsa.rope='none'."
+                f"model.dsa.head_dim={dsa.head_dim} is less than the "
+                f"model.mla.rope_dim={cfg.rope_dim} dims it rotates. "
+                "Make it larger, or set model.dsa.rope='none'."
             )
         self.dsa = dsa
         self.indexer = Indexer(dim, dsa, cfg, std, rngs)

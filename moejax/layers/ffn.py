@@ -14,7 +14,10 @@ from moejax.typing import Array, Float
 def situ(
     gate: Float[Array, "*B F"], up: Float[Array, "*B F"], beta=4.0, linear_beta=25.0
 ) -> Float[Array, "*B F"]:
-    """``beta tanh(gate/beta) sigmoid(gate) · linear_beta tanh(up/linear_beta)``, float32 inside, gate's dtype out."""
+    """``beta tanh(gate/beta) sigmoid(gate) · linear_beta tanh(up/linear_beta)``.
+
+    float32 inside, gate's dtype out.
+    """
     g, u = (a.astype(wide(a.dtype)) for a in (gate, up))
     out = beta * jnp.tanh(g / beta) * jax.nn.sigmoid(g) * linear_beta * jnp.tanh(u / linear_beta)
     return out.astype(gate.dtype)
@@ -34,7 +37,10 @@ def activate(gate: jax.Array, up: jax.Array, cfg: FfnConfig) -> jax.Array:
 
 
 class Glu(nnx.Module):
-    """``activate(x W_gate, x W_up) W_down``: a dense FFN, or the shared experts of an MoE layer as one."""
+    """``activate(x W_gate, x W_up) W_down``.
+
+    A dense FFN, or the shared experts of an MoE layer as one.
+    """
 
     def __init__(self, dim: int, inner: int, cfg: FfnConfig, std: float, rngs: nnx.Rngs):
         self.cfg = cfg

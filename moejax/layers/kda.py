@@ -1,6 +1,11 @@
-"""The KDA layer: projections, short convolution, delta rule, gated norm (architecture section 2.2)."""
+"""The KDA layer: projections, short convolution, delta rule, gated norm.
+
+Architecture section 2.2.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +20,10 @@ from pallas_kernels.short_conv import short_conv
 
 
 def init_dt_bias(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """``log(e^dt - 1)`` with dt log-uniform in [1e-3, 0.1] and at least 1e-4, so that softplus gives dt back."""
+    """``log(e^dt - 1)`` with dt log-uniform in [1e-3, 0.1] and at least 1e-4.
+
+    So softplus gives dt back.
+    """
     low, high = jnp.log(1e-3), jnp.log(0.1)
     dt = jnp.maximum(jnp.exp(jax.random.uniform(key, shape, minval=low, maxval=high)), 1e-4)
     return jnp.log(jnp.expm1(dt))
@@ -27,7 +35,7 @@ class Kda(nnx.Module):
     def __init__(self, dim: int, cfg: KdaConfig, eps: float, std: float, rngs: nnx.Rngs):
         N, H, h = cfg.num_heads, cfg.head_dim, cfg.value_head_dim
         self.cfg, self.eps = cfg, eps
-        head = {"std": std, "matrix": (-3, -1), "head_axis": -2}
+        head: dict[str, Any] = {"std": std, "matrix": (-3, -1), "head_axis": -2}
         self.q = weight(rngs, (dim, N, H), ("embed", "heads", None), **head)
         self.k = weight(rngs, (dim, N, H), ("embed", "heads", None), **head)
         self.v = weight(rngs, (dim, N, h), ("embed", "heads", None), **head)
@@ -99,7 +107,7 @@ class Kda(nnx.Module):
         dt_bias,
         o_norm,
     ):
-        """Everything between the projections, one row at a time: convolution, delta rule, gated norm."""
+        """What stands between the projections, row by row: convolution, delta rule, gated norm."""
         q, k, v = (
             _conv(x, taps, segment_ids) for x, taps in ((q, q_taps), (k, k_taps), (v, v_taps))
         )

@@ -17,7 +17,10 @@ from pallas_kernels.mla_attention import max_logit, mla_attention
 
 
 class Latents(NamedTuple):
-    """What attention needs of a layer input: queries by head, and one key-value latent for all heads."""
+    """What attention needs of a layer input.
+
+    Queries by head, and one key-value latent for all heads.
+    """
 
     q_BTNH: jax.Array  # content part of the queries
     q_rope_BTNR: jax.Array  # rotated (or, without positions, plain) part
@@ -76,14 +79,22 @@ class Mla(nnx.Module):
     def attend(
         self, x_BTD: jax.Array, parts: Latents, segment_ids_BT: jax.Array
     ) -> tuple[jax.Array, dict]:
-        """Softmax attention over all visible keys: float32 [B, T, N, h], and the largest logit where asked."""
+        """Softmax attention over all visible keys.
+
+        Returns:
+          float32 [B, T, N, h], and the largest logit where asked.
+        """
         dtype = x_BTD.dtype
         run = batch_local(self._dense, (0,) * 5)
         out, _, top = run(*parts[:4], segment_ids_BT, use(self.k_b, dtype), use(self.v_b, dtype))
         return out, self._max_aux(top)
 
     def _dense(self, q_BTNH, q_rope_BTNR, latent_BTC, k_rope_BTR, segment_ids_BT, k_b_CNH, v_b_CNh):
-        """Expanded attention of local rows: output, log-sum-exp, largest logit [1, N] (empty when not tracked)."""
+        """Expanded attention of local rows.
+
+        Returns:
+          Output, log-sum-exp, largest logit [1, N] (empty when not tracked).
+        """
         k_BTNH = jnp.einsum("btc,cnh->btnh", latent_BTC, k_b_CNH)
         v_BTNh = jnp.einsum("btc,cnh->btnh", latent_BTC, v_b_CNh)
         k_rope_BTNR = jnp.broadcast_to(k_rope_BTR[:, :, None], q_rope_BTNR.shape)

@@ -12,16 +12,19 @@ from moejax.typing import Array, Float
 
 
 def rms_norm(
-    x: Float[Array, "*B D"], weight: Float[Array, "D"], eps: float
+    x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float
 ) -> Float[Array, "*B D"]:
-    """``x / sqrt(mean(x²) + eps)``, cast to x's dtype, then times the weight (that order is the released models')."""
+    """``x / sqrt(mean(x²) + eps)``, cast to x's dtype, then times the weight.
+
+    That order is the released models'.
+    """
     x_wide = x.astype(wide(x.dtype))
     scale = lax.rsqrt(jnp.mean(jnp.square(x_wide), -1, keepdims=True) + eps)
     return (x_wide * scale).astype(x.dtype) * weight.astype(x.dtype)
 
 
 def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
-    """Mean-free RMSNorm with a weight and a bias, all in float32 (the lightning indexer's key norm)."""
+    """Mean-free RMSNorm with weight and bias, all in float32 (the lightning indexer's key norm)."""
     x_wide = x.astype(wide(x.dtype))
     centred = x_wide - jnp.mean(x_wide, -1, keepdims=True)
     normed = centred * lax.rsqrt(jnp.mean(jnp.square(centred), -1, keepdims=True) + eps)

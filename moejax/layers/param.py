@@ -14,7 +14,10 @@ PARAM_DTYPE = jnp.float32  # float32 master copies; layers cast at use
 
 
 class Balance(nnx.Variable):
-    """State of the router's balancing: saved with the model, touched by no gradient and no optimizer."""
+    """State of the router's balancing.
+
+    Saved with the model, touched by no gradient and no optimizer.
+    """
 
 
 def weight(
@@ -32,7 +35,8 @@ def weight(
       shape: [..., in, out]-like; heads and experts have dims of their own.
       axes: a logical axis (or None) a dim.
       std: standard deviation of the initial values.
-      matrix: the negative (in, out) dims that form one matrix for Muon; None puts it in the AdamW group.
+      matrix: the negative (in, out) dims that form one matrix for Muon; None puts it in the AdamW
+        group.
       head_axis: negative dim that counts heads, where the matrix is cut per head.
     """
     value = std * jax.random.normal(rngs.params(), shape, PARAM_DTYPE)
@@ -45,7 +49,10 @@ def vector(value: Any, axes: tuple[str | None, ...]) -> nnx.Param:
 
 
 def use(param: nnx.Param, dtype: Any) -> jax.Array:
-    """The parameter in the compute dtype and the COMPUTE layout: cast first, so that the gather moves fewer bytes."""
+    """The parameter in the compute dtype and the COMPUTE layout.
+
+    Cast first, so that the gather moves fewer bytes.
+    """
     return constrain(param[...].astype(dtype), param.get_metadata()["axes"])
 
 

@@ -1,4 +1,7 @@
-"""Balancing the experts: quantile (QB), bias step, sequence-wise auxiliary loss (architecture section 5.2)."""
+"""Balancing the experts: quantile (QB), bias step, sequence-wise auxiliary loss.
+
+Architecture section 5.2.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,24 @@ NUM_BINS = 1000
 
 
 def required_bias(
-    scores_ME: Float[Array, "M E"], bias_E: Float[Array, "E"], top_k: int
+    scores_ME: Float[Array, "M E"], bias_E: Float[Array, " E"], top_k: int
 ) -> Float[Array, "M E"]:
-    """r = α − s: the bias with which expert j would just be chosen by token i; α is the (k+1)-th biased score."""
+    """r = α − s: the bias with which expert j would just be chosen by token i.
+
+    α is the token's (k+1)-th biased score.
+    """
     alpha_M = lax.top_k(scores_ME + bias_E, top_k + 1)[0][:, -1]
     return alpha_M[:, None] - scores_ME
 
 
 def quantile_bias(
-    scores_ME: Float[Array, "M E"], bias_E: Float[Array, "E"], top_k: int
-) -> Float[Array, "E"]:
-    """One QB update by sorting: the (k/n)-quantile of the required bias of each expert, mean removed.
+    scores_ME: Float[Array, "M E"], bias_E: Float[Array, " E"], top_k: int
+) -> Float[Array, " E"]:
+    """One QB update by sorting: the (k/n)-quantile of each expert's required bias, mean removed.
 
-    With rank q = m k / n it is the mean of the ⌈q⌉-th and (⌊q⌋+1)-th smallest. The plain meaning of the update; training
-    uses :func:`histogram` and :func:`quantile_from_histogram`, which add up over devices and microbatches.
+    With rank q = m k / n it is the mean of the ⌈q⌉-th and (⌊q⌋+1)-th smallest. The plain meaning of
+    the update; training uses :func:`histogram` and :func:`quantile_from_histogram`, which add up
+    over devices and microbatches.
     Source: Kimi K3 report, equations 13-14.
     """
     M, E = scores_ME.shape
@@ -40,15 +47,24 @@ def quantile_bias(
 
 
 def _range(bias_E: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Lowest edge and width of the bins: r lies within one of the extreme biases because scores are in (0, 1)."""
+    """Lowest edge and width of the bins.
+
+    Scores are in (0, 1), so r lies within one of the extreme biases.
+    """
     low = jnp.min(bias_E) - 1.0
     return low, (jnp.max(bias_E) + 1.0 - low) / NUM_BINS
 
 
 def histogram(
-    scores_ME: Float[Array, "M E"], bias_E: Float[Array, "E"], valid_M: Bool[Array, "M"], top_k: int
+    scores_ME: Float[Array, "M E"],
+    bias_E: Float[Array, " E"],
+    valid_M: Bool[Array, " M"],
+    top_k: int,
 ) -> Int[Array, "E bins"]:
-    """Counts of the required bias in `NUM_BINS` bins an expert, over the valid tokens. Adds up over any split."""
+    """Counts of the required bias in `NUM_BINS` bins an expert, over the valid tokens.
+
+    Adds up over any split of the tokens.
+    """
     M, E = scores_ME.shape
     if top_k >= E:
         return jnp.zeros((E, NUM_BINS), jnp.int32)
@@ -64,10 +80,11 @@ def histogram(
 def quantile_from_histogram(
     counts_EZ: Int[Array, "*X E bins"], bias_E: Float[Array, "*X E"], top_k: int
 ):
-    """The QB update from summed histograms: linear interpolation inside the bin that reaches rank m k / n.
+    """The QB update from summed histograms, interpolated in the bin that reaches rank m k / n.
 
-    Within one bin width of the ⌈mk/n⌉-th smallest required bias. Leading (stacked-layer) dims are allowed; with no
-    token counted, or where every expert is always chosen, the bias stays.
+    Within one bin width of the ⌈mk/n⌉-th smallest required bias; interpolation is linear. Leading
+    (stacked-layer) dims are allowed; with no token counted, or where every expert is always chosen,
+    the bias stays.
     """
     if counts_EZ.ndim > 2:
         return jax.vmap(lambda c, b: quantile_from_histogram(c, b, top_k))(counts_EZ, bias_E)
@@ -88,17 +105,21 @@ def quantile_from_histogram(
 def bias_step(
     load_E: Int[Array, "*X E"], bias_E: Float[Array, "*X E"], rate: float
 ) -> Float[Array, "*X E"]:
-    """``b += rate · sign(mean load − load)``, once a step. Source: DeepSeek-V3, arXiv:2412.19437."""
+    """``b += rate · sign(mean load − load)``, once a step.
+
+    Source: DeepSeek-V3, arXiv:2412.19437.
+    """
     load = load_E.astype(bias_E.dtype)
     return bias_E + rate * jnp.sign(jnp.mean(load, -1, keepdims=True) - load)
 
 
 def aux_loss_rows(
     scores_BTE: Float[Array, "B T E"], ids_BTA: Int[Array, "B T A"], valid_BT: Bool[Array, "B T"]
-) -> Float[Array, "B"]:
+) -> Float[Array, " B"]:
     """Sequence-wise auxiliary loss of each row: Σ_e f_e P_e, 1 at perfect balance.
 
-    f_e = E/(A n) · choices of e among the n valid tokens (no gradient), P_e = mean share of e in the scores.
+    f_e = E/(A n) · choices of e among the n valid tokens (no gradient), P_e = mean share of e in
+    the scores.
     Source: DeepSeek-V3, arXiv:2412.19437, equations 17-20.
     """
     E, A = scores_BTE.shape[-1], ids_BTA.shape[-1]

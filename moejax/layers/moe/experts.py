@@ -28,7 +28,10 @@ class Experts(nnx.Module):
         return {"gate_up": use(self.gate_up, dtype), "down": use(self.down, dtype)}
 
     def row_fn(self):
-        """``(weights, rows, group_sizes) -> rows``: each row through its expert. It closes over no array."""
+        """``(weights, rows, group_sizes) -> rows``: each row through its expert.
+
+        It closes over no array.
+        """
         return functools.partial(run_rows, activation=self.activation, betas=self.betas)
 
 

@@ -42,7 +42,8 @@ class LatentMoe(nnx.Module):
         valid_BT = segment_ids_BT > 0
         ids_BTA, weights_BTA, scores_BTE = self.router(x_BTD)
         aux = self._balance_aux(ids_BTA, scores_BTE, valid_BT)
-        # Padding goes to no expert; so do, where a capacity is set, the tokens past it (and those are counted).
+        # Padding goes to no expert; so do, where a capacity is set, the tokens past it (and those
+        # are counted).
         sent_BTA = jnp.where(valid_BT[..., None], ids_BTA, cfg.num_experts)
         if cfg.capacity_factor:
             kept_BTA = batch_local(self._within_capacity, (0,))(sent_BTA)
@@ -64,7 +65,10 @@ class LatentMoe(nnx.Module):
         return out + self.shared(x_BTD) if self.cfg.num_shared else out
 
     def _balance_aux(self, ids_BTA, scores_BTE, valid_BT) -> dict:
-        """Load of every expert, and what the chosen balancing needs; summed over the batch, without gradient."""
+        """Load of every expert, and what the chosen balancing needs.
+
+        Summed over the batch, without gradient.
+        """
         measure = batch_local(self._measure, (0,) * 3)
         bias_E = self.router.bias[...]
         load_ZE, counts_ZEb = measure(ids_BTA, jax.lax.stop_gradient(scores_BTE), valid_BT, bias_E)
@@ -87,8 +91,8 @@ class LatentMoe(nnx.Module):
     def _within_capacity(self, ids_BTA: jax.Array) -> jax.Array:
         """Ids with those past an expert's capacity turned to "no expert".
 
-        An expert takes at most ⌈capacity_factor · T · A / E⌉ tokens of each row, earliest first: a rule about rows, so
-        that what is dropped does not depend on the mesh.
+        An expert takes at most ⌈capacity_factor · T · A / E⌉ tokens of each row, earliest first: a
+        rule about rows, so that what is dropped does not depend on the mesh.
         """
         _, T, A = ids_BTA.shape
         E = self.cfg.num_experts

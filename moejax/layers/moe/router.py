@@ -1,4 +1,7 @@
-"""Choosing experts: scores, biased selection, group limits, combine weights (architecture section 5.1)."""
+"""Choosing experts: scores, biased selection, group limits, combine weights.
+
+Architecture section 5.1.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def scores_of(logits: Float[Array, "*B E"], score: str) -> Float[Array, "*B E"]:
 
 def route(
     logits: Float[Array, "*B E"],
-    bias: Float[Array, "E"],
+    bias: Float[Array, " E"],
     *,
     top_k: int,
     num_groups: int = 1,
@@ -32,14 +35,15 @@ def route(
 ) -> tuple[Int[Array, "*B A"], Float[Array, "*B A"]]:
     """The `top_k` experts of each token and their combine weights.
 
-    Selection is by score + bias, the lowest index first in ties; weights are the un-biased scores (unless
-    `weights_use_bias`), divided by their sum when `renormalize`, times `scale`. The selection has no gradient.
+    Selection is by score + bias, the lowest index first in ties; weights are the un-biased scores
+    (unless `weights_use_bias`), divided by their sum when `renormalize`, times `scale`. The
+    selection has no gradient.
 
     Args:
       logits: float32, experts last.
       bias: float32 balancing bias; acts on the choice only.
-      num_groups, top_groups: experts form runs of E / num_groups; only the best `top_groups` runs, ranked by the sum
-        of their two largest biased scores, stay open.
+      num_groups, top_groups: experts form runs of E / num_groups; only the best `top_groups` runs,
+        ranked by the sum of their two largest biased scores, stay open.
     Returns:
       int32 ids, float32 weights.
     Source: DeepSeek-V3, arXiv:2412.19437; Kimi K3 report.
