@@ -81,8 +81,8 @@ class _Inside(NamedTuple):
 
 def _inside(x: _Chunk, saved=None) -> _Inside:
     """`saved`: scores and inverse, where a forward pass has kept them."""
-    factors, from_start, to_end = triangle.decays(x.g_BNcH)
-    from_start, to_end = jnp.exp(from_start), jnp.exp(to_end)
+    factors = triangle.decays(x.g_BNcH)
+    from_start, to_end = factors.from_start, factors.to_end
     carry = from_start[..., -1, :, None]
     if x.segments_Bc is not None:
         last = x.segments_Bc[:, -1]
@@ -193,30 +193,20 @@ def _chunk_vjp(x: _Chunk, state, triangles, d_out, d_exit):
     d_entry = inside.carry_BNH1 * d_exit + matmul(transposed(rows), d_answers)
 
     erase = x.beta_BNc1 * x.k_BNcH
-    dq, d_erase, dk_inside = triangle.products_vjp(
+    dq, d_erase, dk_inside, d_sums = triangle.products_vjp(
         x.q_BNcH, x.k_BNcH, erase, inside.factors, x.segments_Bc,
         matmul(d_out, transposed(written)), -matmul(d_solved, transposed(written)),
     )  # fmt: skip
     d_beta = jnp.sum(d_solved * error, -1) + jnp.sum(d_erase * x.k_BNcH, -1)
 
     dq += inside.from_start_BNcH * d_rows[..., chunk:, :]
-    dk_erase = inside.from_start_BNcH * d_rows[..., :chunk, :] + x.beta_BNc1 * d_erase
-    dk_out = inside.to_end_BNcH * matmul(written, transposed(d_exit))
-    # every decay multiplies a row vector y, so its exponent receives y * dy, with a minus
-    # where the exponent ends at the row instead of starting the sum
-    d_sum = x.q_BNcH * dq + x.k_BNcH * (dk_erase - dk_out - dk_inside)
-    at_end = jnp.sum(x.k_BNcH * dk_out, axis=2)
-    at_end += jnp.sum(inside.carry_BNH1 * state * d_exit, axis=-1)
-    dg = _sum_of_later_rows(d_sum, at_end, x.segments_Bc)
-    return dq, dk_erase + dk_out + dk_inside, dv, dg, d_beta, d_entry
-
-
-def _sum_of_later_rows(d_sum_BNcH, at_end_BNH, segments_Bc):
-    """Gradient of g from that of its running sums: rows from here to the document's end."""
-    c = d_sum_BNcH.shape[2]
-    d_sum_BNcH = d_sum_BNcH.at[:, :, -1].add(at_end_BNH)
-    later = jnp.triu(jnp.ones((c, c), d_sum_BNcH.dtype))
-    if segments_Bc is None:
-        return matmul(later, d_sum_BNcH)
-    same = (segments_Bc[:, :, None] == segments_Bc[:, None, :])[:, None]
-    return matmul(jnp.where(same, later, 0), d_sum_BNcH)
+    dk = dk_inside + x.beta_BNc1 * d_erase + inside.from_start_BNcH * d_rows[..., :chunk, :]
+    d_k_out = matmul(written, transposed(d_exit))
+    dk += inside.to_end_BNcH * d_k_out
+    # a decay multiplies a row y, so the sum in its exponent receives y * dy
+    d_from_start = rows * d_rows
+    d_from_start = d_from_start[..., :chunk, :] + d_from_start[..., chunk:, :]
+    d_carry = jnp.sum(inside.carry_BNH1 * state * d_exit, axis=-1)
+    d_from_start = d_from_start.at[..., -1, :].add(d_carry)
+    dg = triangle.sums_vjp(triangle.Decays(*d_sums, d_from_start, k_out * d_k_out))
+    return dq, dk, dv, dg, d_beta, d_entry

@@ -25,11 +25,13 @@ _BLOCK = 8  # rows whose pairs are taken one by one: b*b*H exponentials against 
 
 
 class Decays(NamedTuple):
-    """Decay factors inside one chunk, H channels, blocks of b rows."""
+    """Sums of log decays inside one chunk, or their exponentials, or gradients to the sums."""
 
-    pairs: jax.Array  # [..., c/b, b, b, H], from row j to row i of a block; 0 above the diagonal
+    pairs: jax.Array  # [..., c/b, b, b, H], from row j to row i of a block
     levels: list  # for s = b, 2b, ..., c/2: (border to row of the second half, row of the first
     # half to the border), each [..., c/2s, s, H]
+    from_start: jax.Array  # [..., c, H], from the chunk's start to each row, that row included
+    to_end: jax.Array  # [..., c, H], all after each row
 
 
 def transposed(x):
@@ -62,29 +64,38 @@ def _which_to_sum(b):
     return np.concatenate([between, np.tri(b, dtype=bool), ~np.tri(b, dtype=bool)])
 
 
-def decays(g_cH):
-    """`Decays` of log decays [..., c, H], and two running sums of them.
-
-    Returns:
-      The factors; sums of g from the chunk's start to each row, that row included, [..., c, H];
-      sums of g after each row, [..., c, H].
-    """
+def sums(g_cH) -> Decays:
+    """The sums of log decays [..., c, H] that a chunk needs; linear in them."""
     g = _blocks(g_cH)
     b, H = g.shape[-2:]
     sums = matmul(jnp.asarray(_which_to_sum(b), g.dtype), g)
-    lower = np.tri(b, dtype=bool)[..., None]
-    pairs = jnp.where(lower, jnp.exp(sums[..., : b * b, :].reshape(*g.shape[:-2], b, b, H)), 0)
+    pairs = sums[..., : b * b, :].reshape(*g.shape[:-2], b, b, H)
     from_start = sums[..., b * b : b * b + b, :].reshape(g_cH.shape)
     to_end = sums[..., b * b + b :, :].reshape(g_cH.shape)
     levels, s = [], b
     while s < g_cH.shape[-2]:
         start_1, start_2 = _halves(from_start, s)
         end_1, end_2 = _halves(to_end, s)
-        levels.append((jnp.exp(start_2), jnp.exp(end_1)))
+        levels.append((start_2, end_1))
         from_start = _join(start_1, start_2 + start_1[..., -1:, :])
         to_end = _join(end_1 + start_2[..., -1:, :], end_2)
         s *= 2
-    return Decays(pairs, levels), from_start, to_end
+    return Decays(pairs, levels, from_start, to_end)
+
+
+def sums_vjp(d_sums: Decays):
+    """Gradient of the log decays, from those of their sums.
+
+    Each term carries its own decay, so nothing large cancels in a gradient that is small.
+    """
+    return jax.linear_transpose(sums, d_sums.from_start)(d_sums)[0]
+
+
+def decays(g_cH) -> Decays:
+    """Decay factors from log decays [..., c, H]; pairs above the diagonal are 0."""
+    factors = jax.tree.map(jnp.exp, sums(g_cH))
+    lower = np.tri(factors.pairs.shape[-2], dtype=bool)[..., None]
+    return factors._replace(pairs=jnp.where(lower, factors.pairs, 0))
 
 
 def _in_one_document(values, second_ids, first_ids):
@@ -144,34 +155,39 @@ def _lower(first, corner, second):
 
 
 def products_vjp(q_cH, k_cH, erase_cH, factors: Decays, segment_ids_Bc, d_triangle, d_strict):
-    """Gradients to q, erase (as rows) and k (as columns) from those of both triangles, [..., c, c].
+    """Gradients to q, erase (as rows), k (as columns) and the sums of log decays inside.
 
-    Of `d_triangle` the lower part is read, of `d_strict` the strictly lower part.
+    They come from those of both triangles, [..., c, c]: of `d_triangle` the lower part is read, of
+    `d_strict` the strictly lower part. The sums are (pairs, levels) of `Decays`.
     """
     blocks = jnp.stack([d_triangle, d_strict], axis=-3)[..., None, :, :, :]  # [..., 1, 2, c, c]
     if segment_ids_Bc is not None:
         ids = segment_ids_Bc[:, None, None, None, :, None]
         blocks = _in_one_document(blocks, ids, ids)
-    pieces = []
+    pieces, d_levels = [], []
     for to_row, to_border in reversed(factors.levels):
         s = to_row.shape[-2]
         corner = blocks[..., s:, :s]
         corner = corner.reshape(*corner.shape[:-3], 2 * s, s)
         rows = [_halves(x, s)[1] * to_row for x in (q_cH, erase_cH)]
-        d_rows = matmul(corner, _halves(k_cH, s)[0] * to_border)
-        d_columns = matmul(transposed(corner), jnp.concatenate(rows, axis=-2)) * to_border
+        columns = _halves(k_cH, s)[0] * to_border
+        d_rows = matmul(corner, columns)
+        d_rows_q, d_rows_e = d_rows[..., :s, :], d_rows[..., s:, :]
+        d_columns = matmul(transposed(corner), jnp.concatenate(rows, axis=-2))
+        d_levels.append((rows[0] * d_rows_q + rows[1] * d_rows_e, columns * d_columns))
         nothing = jnp.zeros_like(d_columns)
         pieces.append(
             (
-                _join(nothing, d_rows[..., :s, :] * to_row),
-                _join(nothing, d_rows[..., s:, :] * to_row),
-                _join(d_columns, nothing),
+                _join(nothing, d_rows_q * to_row),
+                _join(nothing, d_rows_e * to_row),
+                _join(d_columns * to_border, nothing),
             )
         )
         halves = jnp.stack([blocks[..., :s, :s], blocks[..., s:, s:]], axis=-4)
         blocks = halves.reshape(*halves.shape[:-5], -1, 2, s, s)
-    pieces.append(_pairs_vjp(q_cH, k_cH, erase_cH, factors.pairs, blocks))
-    return tuple(sum(parts) for parts in zip(*pieces, strict=True))
+    *piece, d_pairs = _pairs_vjp(q_cH, k_cH, erase_cH, factors.pairs, blocks)
+    dq, d_erase, dk = (sum(parts) for parts in zip(*pieces, piece, strict=True))
+    return dq, d_erase, dk, (d_pairs, d_levels[::-1])
 
 
 def _pairs_vjp(q_cH, k_cH, erase_cH, pairs, blocks):
@@ -183,4 +199,4 @@ def _pairs_vjp(q_cH, k_cH, erase_cH, pairs, blocks):
     dq, d_erase = (jnp.sum(x * decayed, axis=-2) for x in (to_q, to_erase))
     rows = to_q * _blocks(q_cH)[..., None, :] + to_erase * _blocks(erase_cH)[..., None, :]
     dk = jnp.sum(rows * pairs, axis=-3)
-    return tuple(x.reshape(k_cH.shape) for x in (dq, d_erase, dk))
+    return *(x.reshape(k_cH.shape) for x in (dq, d_erase, dk)), rows * decayed
