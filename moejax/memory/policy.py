@@ -13,7 +13,8 @@ def remat(fn: Callable, policy: str) -> Callable:
     """`fn` under a rematerialisation policy.
 
     Args:
-      policy: "none" keeps every intermediate; "full" keeps only the layer's inputs and runs it again.
+      policy: "none" keeps every intermediate; "full" keeps only the layer's inputs and runs it
+        again.
     """
     if policy == "none":
         return fn

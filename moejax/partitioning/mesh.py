@@ -16,8 +16,9 @@ from moejax.config import MESH_AXES, MeshConfig
 def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Mesh over `devices` (all of them if None), sized by the config.
 
-    The last axes change fastest, so ``expert`` and ``fsdp`` neighbours are neighbours on the fast network. Where
-    ``mesh.dcn`` says that an axis crosses hosts or slices, that share of it is the slow, outer part of a hybrid mesh.
+    The last axes change fastest, so ``expert`` and ``fsdp`` neighbours are neighbours on the fast
+    network. Where ``mesh.dcn`` says that an axis crosses hosts or slices, that share of it is the
+    slow, outer part of a hybrid mesh.
 
     Raises:
       ConfigError: the sizes do not fit the devices.
@@ -36,7 +37,10 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> M
 
 
 def _hybrid(fast: list[int], slow: list[int], devices: list[jax.Device]) -> np.ndarray:
-    """Devices with the `slow` factor of every axis outermost; groups are hosts or slices where devices tell them."""
+    """Devices with the `slow` factor of every axis outermost.
+
+    Groups are hosts or slices where devices tell them.
+    """
     groups: dict[int, list[jax.Device]] = {}
     for device in devices:
         slice_index = getattr(device, "slice_index", None)

@@ -1,8 +1,9 @@
 """Logical axis names to mesh axes: one table for what is stored, one for what is computed.
 
-FSDP is no wrapper here: it is STORED differing from COMPUTE. A layer asks for a weight in its COMPUTE layout and the
-compiler gathers it; the gradient comes back scattered. Dense weights spread over ``fsdp`` and ``expert``; expert
-weights spend ``expert`` on the experts themselves, hence their own name ``expert_embed`` for the width.
+FSDP is no wrapper here: it is STORED differing from COMPUTE. A layer asks for a weight in its
+COMPUTE layout and the compiler gathers it; the gradient comes back scattered. Dense weights spread
+over ``fsdp`` and ``expert``; expert weights spend ``expert`` on the experts themselves, hence their
+own name ``expert_embed`` for the width.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ def spec_for(axes: tuple[str | None, ...], rules: Rules) -> P:
 def fit_spec(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P:
     """`spec` without the mesh axes that do not divide their dim, so that every shard has one size.
 
-    Axes are kept from the left as long as their product divides: a width of 12 over fsdp=4 x expert=8 keeps fsdp.
+    Axes are kept from the left as long as their product divides: a width of 12 over
+    fsdp=4 x expert=8 keeps fsdp.
     """
     fitted: list[MeshAxes] = []
     for dim, entry in zip(shape, tuple(spec) + (None,) * (len(shape) - len(spec)), strict=True):

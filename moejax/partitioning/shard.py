@@ -1,4 +1,4 @@
-"""From logical axes to shardings: of stored parameters, of values inside a step, of per-device code."""
+"""From logical axes to shardings: of parameters, of values inside a step, of per-device code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from moejax.partitioning.rules import BATCH_AXES, COMPUTE, STORED, fit_spec, spe
 
 
 def active_mesh() -> jax.sharding.AbstractMesh | None:
-    """The mesh set by ``jax.set_mesh`` when automatic sharding is in force, None outside it or inside shard_map."""
+    """The mesh set by ``jax.set_mesh`` when automatic sharding is in force.
+
+    None outside it and inside shard_map.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or any(kind == AxisType.Manual for kind in mesh.axis_types):
         return None
@@ -22,7 +25,10 @@ def active_mesh() -> jax.sharding.AbstractMesh | None:
 
 
 def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-    """`x` laid out as the COMPUTE table says for its logical `axes`; unchanged where no mesh is active."""
+    """`x` laid out as the COMPUTE table says for its logical `axes`.
+
+    Unchanged where no mesh is active.
+    """
     mesh = active_mesh()
     if mesh is None:
         return x
@@ -31,7 +37,10 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
 
 
 def stored_spec(info: ParamInfo, shape: tuple[int, ...], sizes: dict[str, int]) -> P:
-    """Where a parameter lives between steps: its stacked-layer dims whole, the rest by the STORED table."""
+    """Where a parameter lives between steps.
+
+    Its stacked-layer dims whole, the rest by the STORED table.
+    """
     spec = spec_for(
         ("layers",) * min(info.stack, 1) + (None,) * (info.stack - 1) + info.axes, STORED
     )
@@ -52,12 +61,13 @@ def shardings_for(infos: Any, abstract: Any, mesh: Mesh) -> Any:
 def batch_local(fn: Callable, batch_dims: tuple[int | None, ...], *, out_dim: int = 0) -> Callable:
     """`fn` run per device on its own rows of the batch.
 
-    Per-row operators are wrapped in this so that no partitioner has to guess how to split their loops, and so that
-    kernels see local shapes. With no active mesh it is `fn` itself.
+    Per-row operators are wrapped in this so that no partitioner has to guess how to split their
+    loops, and so that kernels see local shapes. With no active mesh it is `fn` itself.
 
     Args:
       fn: positional arguments only; its results all carry the batch.
-      batch_dims: which dim of each argument counts rows; None (or past the end) for an argument that is whole.
+      batch_dims: which dim of each argument counts rows; None (or past the end) for an argument
+        that is whole.
       out_dim: which dim of every result counts rows.
     """
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -22,8 +25,8 @@ def resolve_exchange(name: str, expert_axis: int) -> str:
 
 
 def exchange_experts(
-    x_BTL, expert_ids_BTA, weights_BTA, weights, expert_fn, *, num_experts: int, exchange: str = "auto",
-    buffer_factor: float = 1.5,
+    x_BTL, expert_ids_BTA, weights_BTA, weights, expert_fn, *, num_experts: int,
+    exchange: str = "auto", buffer_factor: float = 1.5,
 ):  # fmt: skip
     """Σ over each token's experts of weight times expert output, wherever the experts live.
 
@@ -57,9 +60,9 @@ def exchange_experts(
     axes = tuple(mesh.axis_names)
 
     def per_device(x_BTL, expert_ids_BTA, weights_BTA, weights):
-        if name == "local":
-            run, options = local.routed_experts, {}
-        else:
+        run: Callable = local.routed_experts
+        options: dict[str, Any] = {}
+        if name != "local":
             run, options = padded.routed_experts, {"buffer_factor": buffer_factor, "all_axes": axes}
         out, stats = _on_rows(
             run, x_BTL, expert_ids_BTA, weights_BTA, weights, expert_fn, num_experts, **options

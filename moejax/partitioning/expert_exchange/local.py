@@ -14,14 +14,17 @@ ExpertFn = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class ExchangeStats(NamedTuple):
-    """What an exchange reports: rounds it took, bytes of rows a device sent (both float32 scalars)."""
+    """What an exchange reports (float32 scalars): rounds it took, rows that a device sent."""
 
     rounds: jax.Array
     sent_rows: jax.Array
 
 
 def dispatch(x_ML: jax.Array, expert_ids_MA: jax.Array, num_experts: int):
-    """Token rows sorted by expert: ``(rows_RL, group_sizes_E, plan)``; ids equal to `num_experts` go last."""
+    """Token rows sorted by expert: ``(rows_RL, group_sizes_E, plan)``.
+
+    Ids equal to `num_experts` go last.
+    """
     plan = plan_permute(expert_ids_MA, num_experts)
     return permute(x_ML, plan), plan.group_sizes, plan
 

@@ -1,12 +1,14 @@
 """All-to-all with fixed buckets: runs on every platform and loses no token.
 
-Each device keeps a bucket of `bucket` rows for every other device of the ``expert`` axis. One round fills the buckets,
-sends them, runs the experts on what arrived, sends the results back and adds them up. The first round takes nearly
-everything; where a hot expert leaves rows behind, further rounds follow until none is left. So memory is bounded by
-the buffer and not by the worst routing, and the answer never depends on the routing's balance.
+Each device keeps a bucket of `bucket` rows for every other device of the ``expert`` axis. One round
+fills the buckets, sends them, runs the experts on what arrived, sends the results back and adds
+them up. The first round takes nearly everything; where a hot expert leaves rows behind, further
+rounds follow until none is left. So memory is bounded by the buffer and not by the worst routing,
+and the answer never depends on the routing's balance.
 
-The first round is differentiated as ordinary code. The further rounds are a loop whose length is known only at run
-time, which reverse mode cannot see through: they carry their own gradient, the same loop over the rounds' vjps.
+The first round is differentiated as ordinary code. The further rounds are a loop whose length is
+known only at run time, which reverse mode cannot see through: they carry their own gradient, the
+same loop over the rounds' vjps.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ class Geometry(NamedTuple):
 
 
 def bucket_rows(num_rows: int, ranks: int, buffer_factor: float) -> int:
-    """Rows of one bucket: `buffer_factor` times an even share, a multiple of 8, at most all rows."""
+    """Rows of one bucket.
+
+    `buffer_factor` times an even share, a multiple of 8, at most all rows.
+    """
     share = math.ceil(buffer_factor * num_rows / ranks)
     return min(-(-share // 8) * 8, num_rows)
 
@@ -95,7 +100,11 @@ def _routing(expert_ids_MA: jax.Array, geometry: Geometry) -> Routing:
 def _one_round(
     expert_fn, geometry: Geometry, x_ML, weights_MA, weights, routing: Routing, turn
 ) -> jax.Array:
-    """Rows ``turn * bucket ...`` of every bucket: out, through the experts, back. float32 or wider [M, L]."""
+    """Rows ``turn * bucket ...`` of every bucket: out, through the experts, back.
+
+    Returns:
+      [M, L], float32 or wider.
+    """
     experts_per_token = weights_MA.shape[1]
     lane = turn * geometry.bucket + jnp.arange(geometry.bucket, dtype=jnp.int32)
     valid_PC = lane[None] < routing.counts_P[:, None]
@@ -117,7 +126,10 @@ def _one_round(
 
 
 def _slots(geometry: Geometry, routing: Routing, turn) -> jax.Array:
-    """Bucket slot (device * bucket + lane) of each assignment in this round; one past the last where it has none."""
+    """Bucket slot (device * bucket + lane) of each assignment in this round.
+
+    One past the last where it has none.
+    """
     rank_MA = jnp.minimum(routing.expert_MA // geometry.local_experts, geometry.ranks - 1)
     lane_MA = routing.place_MA - routing.starts_P[rank_MA] - turn * geometry.bucket
     here = (lane_MA >= 0) & (lane_MA < geometry.bucket) & (routing.expert_MA < geometry.num_experts)
@@ -135,7 +147,8 @@ def _padded(x_PCL: jax.Array) -> jax.Array:
     return jnp.concatenate([flat, jnp.zeros_like(flat[:1])])
 
 
-# Both movements are gathers in both directions: a token knows its slots and a slot its token, so no scatter is needed.
+# Both movements are gathers in both directions: a token knows its slots and a slot its token, so no
+# scatter is needed.
 @jax.custom_vjp
 def _take(x_ML, token_PC, valid_PC, slot_MA):
     return jnp.where(valid_PC[..., None], x_ML[token_PC], 0)
@@ -201,7 +214,8 @@ def _further_bwd(expert_fn, geometry, residuals, dout_ML):
 
     def body(state):
         turn, grads = state
-        _, pull = jax.vjp(lambda *p: _one_round(expert_fn, geometry, *p, routing, turn), *primals)
+        one_round = functools.partial(_one_round, expert_fn, geometry, routing=routing, turn=turn)
+        _, pull = jax.vjp(one_round, *primals)
         return turn + 1, jax.tree.map(
             lambda total, new: total + new.astype(total.dtype), grads, pull(dout_ML)
         )
