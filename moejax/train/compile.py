@@ -1,4 +1,7 @@
-"""Compiling the step ahead of its first call, once, with what it cost; and the cache that saves it next time."""
+"""Compiling the step ahead of its first call, once, with what it cost.
+
+And the cache that saves compiling next time.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+_CACHE_SETTING = "jax_compilation_cache_dir"
 _events = {"hits": 0, "misses": 0}
 _listening = False
 
@@ -40,10 +44,9 @@ def enable_cache(setting: str) -> pathlib.Path | None:
     _listen()
     if setting == "off":
         return None
-    if jax.config.jax_compilation_cache_dir and setting == "auto":
-        return pathlib.Path(
-            jax.config.jax_compilation_cache_dir
-        )  # the caller has chosen one already
+    chosen = getattr(jax.config, _CACHE_SETTING)
+    if chosen and setting == "auto":  # the caller has chosen one already
+        return pathlib.Path(chosen)
     folder = pathlib.Path(setting).expanduser()
     if setting == "auto":
         root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -52,7 +55,7 @@ def enable_cache(setting: str) -> pathlib.Path | None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return None  # a read-only home costs time, nothing else
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update(_CACHE_SETTING, str(folder))
     return folder
 
 
@@ -62,8 +65,10 @@ class Compiled(NamedTuple):
     Attributes:
       call: the executable.
       compile_s: seconds of tracing, lowering and compiling.
-      cache: "warm" when it came out of the cache, "cold" when it was compiled, "off" without a cache.
-      traces: how often the Python function was traced since; a list so that it counts on. 1 is right.
+      cache: "warm" when it came out of the cache, "cold" when it was compiled, "off" without a
+        cache.
+      traces: how often the Python function was traced since; a list so that it counts on. 1 is
+        right.
       peak_bytes: memory a device needs while it runs: arguments, results and temporaries.
     """
 

@@ -18,7 +18,10 @@ class NonFiniteError(ConfigError):
 
 
 def first_bad_tensor(program: Program, state: TrainState, batch: dict[str, jax.Array]) -> str:
-    """Name of the first parameter that is not finite, else of the first such gradient, in the model's order."""
+    """Name of the first parameter that is not finite, else of the first such gradient.
+
+    First in the model's order.
+    """
     names = [info.name for info in flat_infos(program.parts.infos)]
 
     def bad(tree: Any) -> jax.Array:

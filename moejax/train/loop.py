@@ -36,7 +36,8 @@ class Loop:
 
     def __init__(
         self, program: Program, state: TrainState, iterator: TrainIterator, evaluator: Evaluator,
-        checkpoints: Checkpoints, writers: Writers, progress: Progress, profiler: StepProfiler, tokens: int,
+        checkpoints: Checkpoints, writers: Writers, progress: Progress, profiler: StepProfiler,
+        tokens: int,
     ):  # fmt: skip
         self.program, self.state, self.iterator, self.evaluator = (
             program,
@@ -179,7 +180,8 @@ class Loop:
             self.best_eval = min(self.best_eval, result.loss)
             self.last |= {"eval_loss": result.loss, "eval_nats_per_byte": result.nats_per_byte}
             self.progress.print(
-                f"step {step}: validation loss {result.loss:.4f} a token, {result.nats_per_byte:.4f} nats a byte"
+                f"step {step}: validation loss {result.loss:.4f} a token, "
+                f"{result.nats_per_byte:.4f} nats a byte"
             )
         self.writers.write(step, self.last)
         if (

@@ -103,8 +103,8 @@ def run(cfg: RunConfig, workdir: str | os.PathLike[str], *, name: str = "") -> T
             StopRequest() as stop,
         ):
             loop = Loop(
-                program, state, iterator, Evaluator(program, batches), checkpoints, writers, progress, profiler,
-                int(position.get("tokens", 0)),
+                program, state, iterator, Evaluator(program, batches), checkpoints, writers,
+                progress, profiler, int(position.get("tokens", 0)),
             )  # fmt: skip
             del state  # the loop donates it
             say(f"compiling the step for {mesh.devices.size} devices ({_shape_of(mesh)}) ...")
@@ -124,7 +124,11 @@ def run(cfg: RunConfig, workdir: str | os.PathLike[str], *, name: str = "") -> T
 def restore_or_init(
     program: Program, checkpoints: Checkpoints, say
 ) -> tuple[TrainState, dict[str, Any]]:
-    """The newest readable state of the run, else weights of `init_from`, else fresh ones; and the data position."""
+    """The newest readable state of the run, else weights of `init_from`, else fresh ones.
+
+    Returns:
+      The state, and the position in the data.
+    """
     cfg = program.cfg
     if checkpoints.latest_step() is not None:
         restored = checkpoints.restore(None, abstract_tree(program), fallback=True)
@@ -149,7 +153,8 @@ def check_writable(workdir: pathlib.Path) -> None:
         raise ConfigError(f"workdir {workdir} cannot be used: {place} is not a folder.")
     if not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(
-            f"workdir {workdir} is not writable: no permission in {place}. Choose another --workdir."
+            f"workdir {workdir} is not writable: no permission in {place}. "
+            "Choose another --workdir."
         )
 
 
@@ -158,7 +163,8 @@ def check_vocabulary(cfg: RunConfig, tokenizer: Tokenizer) -> None:
     if tokenizer.vocab_size > cfg.model.vocab_size:
         raise ConfigError(
             f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, more than "
-            f"model.vocab_size={cfg.model.vocab_size}. Raise model.vocab_size, or use a smaller tokenizer."
+            f"model.vocab_size={cfg.model.vocab_size}. "
+            "Raise model.vocab_size, or use a smaller tokenizer."
         )
 
 
@@ -174,7 +180,10 @@ def _shape_of(mesh) -> str:
 def _write_facts(
     cfg: RunConfig, workdir: pathlib.Path, tokenizer: Tokenizer, corpora: dict[str, Corpus], mesh
 ) -> None:
-    """config.json (as resolved) and run.json (what else decides the numbers), beside the checkpoints."""
+    """Writes config.json (as resolved) and run.json (what else decides the numbers).
+
+    Both stand beside the checkpoints.
+    """
     if jax.process_index():
         return
     workdir.mkdir(parents=True, exist_ok=True)
@@ -205,8 +214,10 @@ def _already_finished(
 ) -> TrainResult:
     where = checkpoints.path(latest)
     _say(
-        f"{workdir} is finished: step {latest} of train.num_steps={cfg.train.num_steps}, in {where}. "
-        f"To train on: --config.train.num_steps={2 * max(latest, cfg.train.num_steps)}; to start over: another --workdir."
+        f"{workdir} is finished: step {latest} of train.num_steps={cfg.train.num_steps}, "
+        f"in {where}. "
+        f"To train on: --config.train.num_steps={2 * max(latest, cfg.train.num_steps)}; "
+        "to start over: another --workdir."
     )
     return TrainResult({}, where, latest, "finished before")
 

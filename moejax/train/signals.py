@@ -1,4 +1,7 @@
-"""Stopping politely: the first Ctrl-C or SIGTERM asks the loop to save and end, a second Ctrl-C ends at once."""
+"""Stopping politely.
+
+The first Ctrl-C or SIGTERM asks the loop to save and end, a second Ctrl-C ends at once.
+"""
 
 from __future__ import annotations
 

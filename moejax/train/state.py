@@ -17,12 +17,12 @@ from moejax.partitioning import shardings_for
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes."""
+    """Everything that a step changes; the same tree also holds its shapes or its shardings."""
 
     params: dict
     opt_state: Any
     balance: dict
-    step: jax.Array  # int32: updates made so far
+    step: Any  # int32 array: updates made so far
 
 
 class Program(NamedTuple):
@@ -68,7 +68,8 @@ def init_state(program: Program, seed: int, params: dict | None = None) -> Train
         params = fresh if params is None else params
         return TrainState(params, program.optimizer.init(params), balance, jnp.zeros((), jnp.int32))
 
-    # Drawing a hundred arrays once is all compile time on a CPU: no optimisation there, three times faster.
+    # Drawing a hundred arrays once is all compile time on a CPU: no optimisation there, three times
+    # faster.
     on_cpu = program.mesh.devices.flat[0].platform == "cpu"
     options = {"xla_backend_optimization_level": 0} if on_cpu else None
     with jax.set_mesh(program.mesh):
@@ -94,7 +95,7 @@ def from_tree(tree: dict) -> TrainState:
 
 
 def abstract_tree(program: Program) -> dict:
-    """ShapeDtypeStructs with shardings in the structure of :func:`as_tree`: what a restore asks for."""
+    """What a restore asks for: ShapeDtypeStructs with shardings, structured as :func:`as_tree`."""
     state = jax.tree.map(
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         program.abstract,

@@ -1,4 +1,7 @@
-"""One training step: microbatches, loss, gradients, update, balancing. Pure; the one jitted entry."""
+"""One training step: microbatches, loss, gradients, update, balancing.
+
+Pure; the one jitted entry.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,9 @@ def token_loss(program: Program, model, hidden_BTD: jax.Array, labels_BT: jax.Ar
 
     def local(hidden_BTD, labels_BT, table_VD):
         loss, _ = linear_xent(
-            hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), table_VD, labels_BT.reshape(-1), z_loss=cfg.z_loss,
-            rows_per_chunk=cfg.rows_per_chunk or None, vocab_per_chunk=cfg.vocab_per_chunk or None,
+            hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), table_VD, labels_BT.reshape(-1),
+            z_loss=cfg.z_loss, rows_per_chunk=cfg.rows_per_chunk or None,
+            vocab_per_chunk=cfg.vocab_per_chunk or None,
         )  # fmt: skip
         return loss[None]
 
@@ -62,7 +66,8 @@ def _counts(batch: Batch) -> dict[str, jax.Array]:
     same = batch["segment_ids"][..., 1:] == batch["segment_ids"][..., :-1]
     return {
         "labels": jnp.maximum(jnp.sum(batch["labels"] >= 0), 1).astype(jnp.float32),
-        # Queries with more than one visible key: the first token of a document has a KL of 0 by definition.
+        # Queries with more than one visible key: the first token of a document has a KL of 0 by
+        # definition.
         "queries": jnp.maximum(jnp.sum(same & (batch["segment_ids"][..., 1:] > 0)), 1).astype(
             jnp.float32
         ),
@@ -133,12 +138,18 @@ def gradients(program: Program, state: TrainState, batch: Batch) -> tuple[dict, 
 
 
 def _stored(program: Program, grads: dict) -> dict:
-    """Gradients in the layout of their parameters: a reduce-scatter, not an all-reduce, where the platform has it."""
+    """Gradients in the layout of their parameters.
+
+    A reduce-scatter, not an all-reduce, where the platform has it.
+    """
     return jax.tree.map(jax.lax.with_sharding_constraint, grads, program.shardings.params)
 
 
 def _trainable(program: Program, updates: dict) -> dict:
-    """Updates of what this stage trains: only the indexer in DSA warm-up, all but it when it is frozen."""
+    """Updates of what this stage trains.
+
+    Only the indexer in DSA warm-up, all but it when it is frozen.
+    """
     stage = program.cfg.model.dsa.stage
     has_indexer = "dsa" in program.cfg.model.attention_kinds()
     if not has_indexer or stage == "sparse":
@@ -159,7 +170,10 @@ def _each_run(program: Program, aux):
 
 
 def _next_balance(program: Program, balance: dict, aux) -> dict:
-    """Balancing state for the next step: each run's biases [repeats, count, E] from what its layers measured."""
+    """Balancing state for the next step.
+
+    Each run's biases [repeats, count, E] from what its layers measured.
+    """
     out = jax.tree.map(lambda leaf: leaf, balance)  # fresh dicts
     for stack, run, kind, values in _each_run(program, aux):
         if kind.ffn == "moe":
@@ -193,8 +207,8 @@ def train_step(program: Program, state: TrainState, batch: Batch) -> tuple[Train
       state: state before the step; donate it.
       batch: int32 arrays [microbatches, B, T], rows sharded as :func:`batch_sharding`.
     Returns:
-      The next state (the old one where loss or gradient is not finite, so that nothing is spoilt), and metrics:
-      scalars, and values [layers, ...] of the layers that have them.
+      The next state (the old one where loss or gradient is not finite, so that nothing is
+      spoilt), and metrics: scalars, and values [layers, ...] of the layers that have them.
     """
     grads, measured = gradients(program, state, batch)
     norm = global_norm(grads)
