@@ -70,16 +70,13 @@ def test_updates_lead_to_an_even_load(form, top_k):
         width = (float(bias.max() - bias.min()) + 2) / balance.NUM_BINS
         required = np.asarray(balance.required_bias(scores, bias, top_k))
         near = np.sum(np.abs(required - np.asarray(bias)) <= width, axis=0)
-        assert (off <= near).all() and near.max() < even
+        assert (off <= near).all() and off.max() < even / 4
 
 
 @pytest.mark.parametrize("top_k", [1, 3])
 def test_histogram_form_is_within_a_bin_of_the_order_statistic(top_k):
     """M8, of the ceil(mk/n)-th smallest required bias, before the mean is taken off."""
-    scores, bias = (
-        skewed_scores(300),
-        jnp.linspace(-0.4, 0.3, 8) - jnp.mean(jnp.linspace(-0.4, 0.3, 8)),
-    )
+    scores, bias = skewed_scores(300), jnp.linspace(-0.4, 0.4, 8)
     required = np.sort(balance.required_bias(jnp.asarray(scores), bias, top_k), axis=0)
     rank = int(np.ceil(len(scores) * top_k / 8))
     want = required[rank - 1] - required[rank - 1].mean()
