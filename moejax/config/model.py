@@ -113,6 +113,11 @@ class MoeConfig(Section):
                 f"model.moe.top_k={self.top_k} is more than "
                 f"model.moe.num_experts={self.num_experts}. Lower top_k or add experts."
             )
+        if self.balance == "aux" and not self.aux_weight:
+            raise ConfigError(
+                "model.moe.balance='aux' does nothing while model.moe.aux_weight=0. "
+                "Set aux_weight, or balance='none'."
+            )
         if self.num_experts % self.num_groups or self.top_groups > self.num_groups:
             raise ConfigError(
                 f"model.moe.num_groups={self.num_groups}, top_groups={self.top_groups} do not fit "

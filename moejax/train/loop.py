@@ -74,16 +74,17 @@ class Loop:
         total, stop_at = self.cfg.train.num_steps, self.cfg.train.stop_at
         for step in range(self.start_step + 1, total + 1):
             self._dispatch(step)
-            ask_stop = stop.signum is not None or step == stop_at
-            if self._is_milestone(step) or ask_stop or step == total:
-                self._drain(0)
-                self._milestone(step, final=step == total, saving=ask_stop)
-            else:
-                self._drain(1)  # look at the step before while this one runs
-            if stop.signum is not None:
-                return f"stopped by {stop.name} after step {step}"
-            if step == stop_at and step != total:
-                return f"stopped after step {step} as train.stop_at asks"
+            # Read the signal once: one that comes a moment later must find the next step, and save.
+            signalled = stop.name
+            stopping = bool(signalled) or step == stop_at
+            closing = stopping or step == total or self._is_due(step)
+            # Between milestones the host looks at a step while the next one runs.
+            self._drain(keep=0 if closing else 1, held=step if closing else None)
+            if closing:
+                self._milestone(step, final=step == total, saving=stopping)
+            if stopping and step < total:
+                why = f"stopped by {signalled}" if signalled else "stopped by train.stop_at"
+                return f"{why} after step {step}"
         return "finished"
 
     def _dispatch(self, step: int) -> None:
@@ -103,8 +104,8 @@ class Loop:
                 donate_argnums=0, out_shardings=(program.shardings, None),
             )  # fmt: skip
 
-    def _drain(self, keep: int) -> None:
-        """Looks at the oldest pending steps until `keep` are left."""
+    def _drain(self, keep: int, held: int | None) -> None:
+        """Looks at the oldest pending steps until `keep` are left; writes the lines of all but `held`."""
         while len(self._pending) > keep:
             done = self._pending.pop(0)
             host = jax.device_get(done.metrics)
@@ -116,6 +117,8 @@ class Loop:
             step_s, self._mark = now - self._mark, now
             self.tokens += self.step_tokens
             self._report(done.step, host, step_s)
+            if done.step != held and done.step % self.cfg.log.every == 0:
+                self.writers.write(done.step, self.last)
 
     def _stop_not_finite(self, done: Pending, loss: float) -> None:
         where = first_bad_tensor(self.program, self.state, done.batch)
@@ -158,23 +161,18 @@ class Loop:
                 row[name] = np.asarray(host[name]).tolist()
         self.last = row
         self.progress.update(step, row)
-        # A milestone's line is written once its evaluation is known.
-        if (
-            not self._is_milestone(step)
-            and step != self.cfg.train.num_steps
-            and step % self.cfg.log.every == 0
-        ):
-            self.writers.write(step, row)
 
-    def _is_milestone(self, step: int) -> bool:
-        due = self.cfg.eval.every > 0 and step % self.cfg.eval.every == 0
-        return due or self.checkpoints.due(step) or step == self.cfg.train.stop_at
+    def _is_due(self, step: int) -> bool:
+        """Whether this step is evaluated or saved by its period."""
+        return self._eval_due(step) or self.checkpoints.due(step)
+
+    def _eval_due(self, step: int) -> bool:
+        return self.cfg.eval.every > 0 and step % self.cfg.eval.every == 0
 
     def _milestone(self, step: int, *, final: bool, saving: bool) -> None:
         """Evaluates and saves where it is due; then writes the step's line."""
-        evaluate = final or (self.cfg.eval.every > 0 and step % self.cfg.eval.every == 0)
         is_best = False
-        if evaluate:
+        if final or self._eval_due(step):
             result = self.last_eval = self.evaluate()
             is_best = result.loss < self.best_eval
             self.best_eval = min(self.best_eval, result.loss)
