@@ -1,4 +1,7 @@
-"""One decoder layer: attention and feed-forward, each reading a mix over depth (architecture sections 1.2 and 6)."""
+"""One decoder layer: attention and feed-forward, each reading a mix over depth.
+
+Architecture sections 1.2 and 6.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ class Residual(NamedTuple):
     """The residual state between sublayers.
 
     Attributes:
-      sources_XBTD: finished blocks first, then, at place `last`, the running sum; later places are zero and unused.
-        Without AttnRes there is one source, the ordinary residual stream.
+      sources_XBTD: finished blocks first, then, at place `last`, the running sum; later places are
+        zero and unused. Without AttnRes there is one source, the ordinary residual stream.
       last: int32 place of the running sum.
     """
 
@@ -44,7 +47,10 @@ class Residual(NamedTuple):
         )
 
     def close_block(self, is_border: jax.Array) -> Residual:
-        """Where `is_border`, the running sum becomes a finished block and the next (zero) place takes over."""
+        """Where `is_border`, the running sum becomes a finished block.
+
+        The next (zero) place takes over.
+        """
         return self._replace(last=self.last + is_border.astype(jnp.int32))
 
 
@@ -70,12 +76,14 @@ class DecoderLayer(nnx.Module):
         self.attn_norm, self.ffn_norm = RmsNorm(cfg.dim, eps), RmsNorm(cfg.dim, eps)
         if cfg.attn_res_block:
             self.attn_mix, self.ffn_mix = AttnRes(cfg.dim, eps), AttnRes(cfg.dim, eps)
+        self.attn: Kda | Mla
         if kind.attention == "kda":
             self.attn = Kda(cfg.dim, cfg.kda, eps, std, rngs)
         elif kind.attention == "mla":
             self.attn = Mla(cfg.dim, cfg.mla, std, rngs, track_max_logit=track_max_logit)
         else:
             self.attn = Dsa(cfg.dim, cfg.mla, cfg.dsa, std, rngs, track_max_logit=track_max_logit)
+        self.ffn: Glu | LatentMoe
         if kind.ffn == "dense":
             self.ffn = Glu(cfg.dim, cfg.ffn.dim, cfg.ffn, std, rngs)
         else:
@@ -105,7 +113,7 @@ class DecoderLayer(nnx.Module):
         out, aux = self.attn(x_BTD, segment_ids_BT)
         residual = residual.add(self._drop(out, dropout_key, 2 * index))
         x_BTD = self.ffn_norm(self._read(residual, "ffn_mix"))
-        if self.kind.ffn == "dense":
+        if isinstance(self.ffn, Glu):
             out = self.ffn(x_BTD)
         else:
             out, moe_aux = self.ffn(x_BTD, segment_ids_BT)

@@ -26,7 +26,10 @@ def layer_kinds(cfg: ModelConfig) -> tuple[LayerKind, ...]:
 
 
 class Stack(nnx.Module):
-    """The layers of one segment: per run one module whose parameters carry [repeats, count] in front."""
+    """The layers of one segment.
+
+    Per run one module, whose parameters carry [repeats, count] in front.
+    """
 
     def __init__(self, cfg: ModelConfig, segment: Segment, rngs: nnx.Rngs, **options):
         self.segment = segment
@@ -37,7 +40,11 @@ class Stack(nnx.Module):
     def __call__(
         self, residual: Residual, segment_ids_BT, dropout_key, policy: str
     ) -> tuple[Residual, list[dict]]:
-        """All layers of the segment; per run the auxiliary values, stacked [repeats, count, ...]."""
+        """All layers of the segment.
+
+        Returns:
+          The state after them, and per run the auxiliary values, stacked [repeats, count, ...].
+        """
         split = [nnx.split(getattr(self, f"run{i}")) for i in range(len(self.segment.runs))]
         graphs, states = [graph for graph, _ in split], [state for _, state in split]
 
@@ -61,7 +68,10 @@ class Stack(nnx.Module):
 
 
 def _scan(step, carry, xs, length: int):
-    """lax.scan, or the step itself when there is only one: a loop of one hides fusion and costs compile time."""
+    """lax.scan, or the step itself when there is only one.
+
+    A loop of one hides fusion and costs compile time.
+    """
     if length > 1:
         return jax.lax.scan(step, carry, xs)
     carry, aux = step(carry, jax.tree.map(lambda a: a[0], xs))
@@ -71,7 +81,7 @@ def _scan(step, carry, xs, length: int):
 def _stacked_layer(
     cfg: ModelConfig, kind: LayerKind, lead: tuple[int, int], rngs: nnx.Rngs, options
 ) -> DecoderLayer:
-    """A layer module holding the parameters of `lead` layers, each initialised from a key of its own."""
+    """A layer module with the parameters of `lead` layers, each initialised from its own key."""
 
     def init(key: jax.Array):
         return nnx.split(DecoderLayer(cfg, kind, nnx.Rngs(params=key), **options))
@@ -102,14 +112,15 @@ class Decoder(nnx.Module):
             self.head = Embed(cfg.vocab_size, cfg.dim, cfg.init_std, rngs)
 
     def __call__(
-        self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None, *, dtype: Any = jnp.float32,
-        remat: str = "none", dropout_key: jax.Array | None = None,
+        self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None, *,
+        dtype: Any = jnp.float32, remat: str = "none", dropout_key: jax.Array | None = None,
     ) -> tuple[jax.Array, Aux]:  # fmt: skip
         """Hidden states after the final norm.
 
         Args:
           tokens_BT: int32 ids.
-          segment_ids_BT: int32 document numbers, non-decreasing along a row, 0 = padding; None = one document a row.
+          segment_ids_BT: int32 document numbers, non-decreasing along a row, 0 = padding; None =
+            one document a row.
           dtype: compute dtype.
           remat: what the backward pass recomputes, see `moejax.memory.policy`.
           dropout_key: key of this step and microbatch; None turns dropout off.
@@ -147,7 +158,7 @@ Aux = list[list[dict]]  # per segment and run: values [repeats, count, ...]
 
 
 def layers_with(aux: Aux, segments: tuple[Segment, ...], name: str) -> list[int]:
-    """Numbers of the layers that have an auxiliary value, in the order in which the runs hold them."""
+    """Numbers of the layers that have an auxiliary value, in the order that the runs hold them."""
     found = []
     for segment, runs in zip(segments, aux, strict=True):
         offset = segment.first
@@ -160,7 +171,10 @@ def layers_with(aux: Aux, segments: tuple[Segment, ...], name: str) -> list[int]
 
 
 def by_layer(aux: Aux, segments: tuple[Segment, ...], name: str) -> jax.Array | None:
-    """One auxiliary value of all layers that have it, stacked in layer order; None where no layer has it."""
+    """One auxiliary value of all layers that have it, stacked in layer order.
+
+    None where no layer has it.
+    """
     layers = layers_with(aux, segments, name)
     if not layers:
         return None

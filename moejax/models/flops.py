@@ -11,7 +11,10 @@ from moejax.models.parts import ModelParts, flat_infos
 
 
 def matmul_params_per_token(parts: ModelParts) -> int:
-    """Weights that one token is multiplied with: maps and the head, of the experts only those it uses."""
+    """Weights that one token is multiplied with.
+
+    All maps and the head; of the experts only those the token uses.
+    """
     moe = parts.cfg.moe
     total = 0
     for info, leaf in zip(flat_infos(parts.infos), jax.tree.leaves(parts.params), strict=True):
@@ -25,10 +28,11 @@ def matmul_params_per_token(parts: ModelParts) -> int:
 
 
 def attention_flops_per_token(cfg: ModelConfig, seq_len: int) -> float:
-    """Forward FLOPs of the attention cores for one token of a row of `seq_len` (causal: half the keys on average).
+    """Forward FLOPs of the attention cores for one token of a row of `seq_len`.
 
-    KDA: three products with the state a head, 6 H h. Dense MLA: scores and values over T/2 keys. DSA: the same over at
-    most J keys, and the indexer's scores over T/2.
+    Causal, so half the keys on average. KDA: three products with the state a head, 6 H h. Dense
+    MLA: scores and values over T/2 keys. DSA: the same over at most J keys, and the indexer's
+    scores over T/2.
     """
     kda, mla, dsa = cfg.kda, cfg.mla, cfg.dsa
     keys = seq_len / 2

@@ -1,7 +1,11 @@
-"""Cutting a list of layers into runs and one repeated group, so that a deep model compiles like a shallow one."""
+"""Cutting a list of layers into runs and one repeated group.
+
+So a deep model compiles like a shallow one.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,7 +17,8 @@ class LayerKind(NamedTuple):
     ffn: str
 
 
-class Run(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Run:
     """`count` neighbouring layers of one kind."""
 
     kind: LayerKind
@@ -45,7 +50,7 @@ def runs_of(kinds: Sequence[LayerKind]) -> tuple[Run, ...]:
 
 
 def segments_of(kinds: Sequence[LayerKind]) -> tuple[Segment, ...]:
-    """The layers as a head, one repeated group and a tail, with as few bodies to compile as possible.
+    """The layers as a head, one repeated group and a tail, with as few bodies to compile as can be.
 
     K3's 93 layers become: a dense KDA layer and two KDA layers; 22 times (an MLA layer, three
     KDA layers); two MLA layers. That is five layer bodies whatever the depth.

@@ -1,4 +1,4 @@
-"""A model as data before it is arrays: its graph, abstract parameters and what each says about itself."""
+"""A model as data before it is arrays: graph, abstract parameters, what each says about itself."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class ModelParts(NamedTuple):
 
     def init(self, key: jax.Array) -> tuple[dict, dict]:
         """Fresh parameters and balancing state; run it inside jit with out_shardings."""
-        _, params, balance = nnx.split(
-            Decoder(self.cfg, nnx.Rngs(params=key), **self.options), nnx.Param, Balance
-        )
-        return nnx.to_pure_dict(params), nnx.to_pure_dict(balance)
+        model = Decoder(self.cfg, nnx.Rngs(params=key), **self.options)
+        _, *states = nnx.split(model, nnx.Param, Balance)
+        params, balance = map(nnx.to_pure_dict, states)
+        return params, balance
 
     def bind(self, params: dict, balance: dict) -> Decoder:
         """The module with these arrays in it."""
@@ -61,7 +61,8 @@ def model_parts(cfg: ModelConfig, *, track_max_logit: bool = False) -> ModelPart
     """The parts of a model, without allocating any of it (2.8 T parameters take seconds)."""
     options = {"track_max_logit": track_max_logit}
     abstract = nnx.eval_shape(lambda: Decoder(cfg, nnx.Rngs(params=0), **options))
-    graph, params, balance = nnx.split(abstract, nnx.Param, Balance)
+    graph, *states = nnx.split(abstract, nnx.Param, Balance)
+    params, balance = states
     infos = param_infos(params)
     segments = segments_of(layer_kinds(cfg))
     return ModelParts(
@@ -77,9 +78,10 @@ def flat_infos(infos: dict) -> list[ParamInfo]:
 def _part_of(name: str) -> str:
     """Which row of the parameter table a dotted name belongs to."""
     for needle, part in (
-        ("embed.", "embedding"), ("head.", "head"), (".experts.", "routed experts"), (".shared.", "shared experts"),
-        (".router.", "router"), (".indexer.", "indexer"), ("latent_", "latent maps"), ("mix.", "attention residuals"),
-        ("norm.", "norms"), (".attn.", "attention"), (".ffn.", "dense feed-forward"),
+        ("embed.", "embedding"), ("head.", "head"), (".experts.", "routed experts"),
+        (".shared.", "shared experts"), (".router.", "router"), (".indexer.", "indexer"),
+        ("latent_", "latent maps"), ("mix.", "attention residuals"), ("norm.", "norms"),
+        (".attn.", "attention"), (".ffn.", "dense feed-forward"),
     ):  # fmt: skip
         if (
             name.startswith(needle)
@@ -103,7 +105,10 @@ def count_by_part(parts: ModelParts) -> dict[str, int]:
 
 
 def count_total_and_active(parts: ModelParts) -> tuple[int, int]:
-    """All parameters, and those a token uses: every one but the input embedding and the experts not chosen."""
+    """All parameters, and those that a token uses.
+
+    It uses every one but the input embedding and the experts not chosen.
+    """
     counts = count_by_part(parts)
     total, moe = sum(counts.values()), parts.cfg.moe
     routed = counts.get("routed experts", 0)

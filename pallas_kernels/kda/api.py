@@ -1,5 +1,7 @@
 """Kimi Delta Attention: the public functions, their checks and the choice of implementation."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -102,7 +104,9 @@ def kda_fused(
             f"a_log has shape {a_log.shape} and dt_bias {dt_bias.shape}; "
             f"gate {gate.shape} needs {heads[:1]} and {heads}."
         )
-    options = {"segment_ids": segment_ids, "scale": scale, "chunk": chunk, "impl": impl}
+    options: dict[str, Any] = {
+        "segment_ids": segment_ids, "scale": scale, "chunk": chunk, "impl": impl,
+    }  # fmt: skip
     q, k = gates.unit_length(q), gates.unit_length(k)
     log_decay = gates.log_decay(gate, a_log, dt_bias, lower_bound)
     beta = gates.write_strength(beta_logits)

@@ -84,7 +84,7 @@ def _inside(x: _Chunk, saved=None) -> _Inside:
     factors = triangle.decays(x.g_BNcH)
     from_start, to_end = factors.from_start, factors.to_end
     carry = from_start[..., -1, :, None]
-    if x.segments_Bc is not None:
+    if x.segments_Bc is not None and x.entry_B is not None:
         last = x.segments_Bc[:, -1]
         from_entry = (x.segments_Bc == x.entry_B[:, None])[:, None, :, None]
         into_exit = (x.segments_Bc == last[:, None])[:, None, :, None]
@@ -160,8 +160,8 @@ def _kda_bwd(scale, chunk, residuals, cotangents):
         d_out_c = jnp.swapaxes(d_out_c.astype(dtype), 1, 2)
         dq, dk, dv, dg, d_beta, d_entry = _chunk_vjp(x, state, triangles, d_out_c, d_exit)
         grads = (_group_sum(scale * dq, group), _group_sum(dk, group), dv, dg, d_beta)
-        grads = [jnp.swapaxes(d, 1, 2).astype(a.dtype) for d, a in zip(grads, inputs, strict=False)]
-        return d_entry, grads
+        pairs = zip(grads, inputs, strict=False)  # segment ids, last of the inputs, have none
+        return d_entry, [jnp.swapaxes(d, 1, 2).astype(a.dtype) for d, a in pairs]
 
     indices = jnp.arange(entries.shape[0])
     d_initial, grads = jax.lax.scan(step, d_final.astype(dtype), (indices, kept), reverse=True)
@@ -193,7 +193,7 @@ def _chunk_vjp(x: _Chunk, state, triangles, d_out, d_exit):
     d_entry = inside.carry_BNH1 * d_exit + matmul(transposed(rows), d_answers)
 
     erase = x.beta_BNc1 * x.k_BNcH
-    dq, d_erase, dk_inside, d_sums = triangle.products_vjp(
+    dq, d_erase, dk_inside, (d_pairs, d_levels) = triangle.products_vjp(
         x.q_BNcH, x.k_BNcH, erase, inside.factors, x.segments_Bc,
         matmul(d_out, transposed(written)), -matmul(d_solved, transposed(written)),
     )  # fmt: skip
@@ -208,5 +208,5 @@ def _chunk_vjp(x: _Chunk, state, triangles, d_out, d_exit):
     d_from_start = d_from_start[..., :chunk, :] + d_from_start[..., chunk:, :]
     d_carry = jnp.sum(inside.carry_BNH1 * state * d_exit, axis=-1)
     d_from_start = d_from_start.at[..., -1, :].add(d_carry)
-    dg = triangle.sums_vjp(triangle.Decays(*d_sums, d_from_start, k_out * d_k_out))
-    return dq, dk, dv, dg, d_beta, d_entry
+    d_sums = triangle.Decays(d_pairs, d_levels, d_from_start, k_out * d_k_out)
+    return dq, dk, dv, triangle.sums_vjp(d_sums), d_beta, d_entry

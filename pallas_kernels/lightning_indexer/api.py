@@ -1,6 +1,7 @@
 """Public function: checks, defaults, choice of implementation."""
 
 import operator
+from typing import Literal, overload
 
 from jaxtyping import Array, Float, Int, Int32
 
@@ -9,6 +10,36 @@ from pallas_kernels.lightning_indexer import chunked, ref
 
 _IMPLS = {"chunked": chunked.lightning_indexer, "ref": ref.lightning_indexer}
 _ORDER = {"cpu": ("chunked",)}
+
+
+@overload
+def lightning_indexer(
+    q_idx: Float[Array, "B T U u"],
+    k_idx: Float[Array, "B S u"],
+    w_idx: Float[Array, "B T U"],
+    *,
+    top_k: int,
+    segment_ids: Int[Array, "B T"] | None = None,
+    kv_segment_ids: Int[Array, "B S"] | None = None,
+    q_offset: int | Int[Array, ""] = 0,
+    return_scores: Literal[False] = False,
+    impl: str | None = None,
+) -> Int32[Array, "B T J"]: ...
+
+
+@overload
+def lightning_indexer(
+    q_idx: Float[Array, "B T U u"],
+    k_idx: Float[Array, "B S u"],
+    w_idx: Float[Array, "B T U"],
+    *,
+    top_k: int,
+    segment_ids: Int[Array, "B T"] | None = None,
+    kv_segment_ids: Int[Array, "B S"] | None = None,
+    q_offset: int | Int[Array, ""] = 0,
+    return_scores: Literal[True],
+    impl: str | None = None,
+) -> tuple[Int32[Array, "B T J"], Float[Array, "B T J"]]: ...
 
 
 def lightning_indexer(

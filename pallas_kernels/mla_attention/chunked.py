@@ -144,7 +144,10 @@ def _attend_fwd(q, k, v, seg_q, seg_k, q_offset, scale, causal):
 
 
 def _attend_bwd(scale, causal, residuals, cotangents):
-    return *_backward(*residuals, *cotangents, scale, causal), None, None, None
+    q, k, v, seg_q, seg_k, q_offset, out, lse = residuals
+    dout, dlse = cotangents
+    grads = _backward(q, k, v, seg_q, seg_k, q_offset, out, lse, dout, dlse, scale, causal)
+    return *grads, None, None, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)

@@ -81,15 +81,15 @@ def _conv_bwd(activation, residuals, cotangents):
     d_history = jnp.pad(
         _in_last_document(d_final.astype(dtype), segment_ids), ((0, 0), (T, 0), (0, 0))
     )
-    d_taps = []
+    d_taps_K = []
     for j in range(K):
         d_term = _kept(j, K, segment_ids, dy)
         seen = history[:, j : j + T].astype(dtype)
-        d_taps.append(jnp.sum(d_term * seen, axis=(0, 1)))
+        d_taps_K.append(jnp.sum(d_term * seen, axis=(0, 1)))
         shifted = jnp.pad(taps[j].astype(dtype) * d_term, ((0, 0), (j, K - 1 - j), (0, 0)))
         d_history = d_history + shifted
     d_state, dx = d_history[:, : K - 1], d_history[:, K - 1 :]
-    d_taps = jnp.stack(d_taps).astype(taps.dtype)
+    d_taps = jnp.stack(d_taps_K).astype(taps.dtype)
     return dx.astype(x.dtype), d_taps, None, d_state.astype(initial_state.dtype)
 
 

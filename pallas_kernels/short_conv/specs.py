@@ -37,8 +37,8 @@ CASES = {
 def make_inputs(case: Case, seed: int = 0) -> dict[str, jax.Array | None]:
     """Arguments of `short_conv` by name."""
     keys = jax.random.split(jax.random.key(seed), 3)
-    ids = [i + 1 for i, length in enumerate(case.documents) for _ in range(length)]
-    ids = jnp.tile(jnp.array(ids + [0] * (case.T - len(ids)), jnp.int32), (case.B, 1))
+    row = [i + 1 for i, length in enumerate(case.documents) for _ in range(length)]
+    ids = jnp.tile(jnp.array(row + [0] * (case.T - len(row)), jnp.int32), (case.B, 1))
     dtype = jnp.dtype(case.dtype)
     state = jax.random.normal(keys[2], (case.B, case.K - 1, case.X)).astype(dtype)
     return {
