@@ -105,7 +105,10 @@ class Loop:
             )  # fmt: skip
 
     def _drain(self, keep: int, held: int | None) -> None:
-        """Looks at the oldest pending steps until `keep` are left; writes the lines of all but `held`."""
+        """Looks at the oldest pending steps until `keep` are left.
+
+        Writes the lines of all but `held`.
+        """
         while len(self._pending) > keep:
             done = self._pending.pop(0)
             host = jax.device_get(done.metrics)

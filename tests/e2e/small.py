@@ -58,7 +58,7 @@ class Done(NamedTuple):
 
 
 def train(workdir: Path, config: str = "base", settings: dict = SMALL, **changes: Any) -> Done:
-    """`moejax.train` with SMALL and changes, `__` for the dot; the loop is kept for a look at it."""
+    """`moejax.train` with SMALL and changes, `__` for the dot; the loop is kept to look at."""
     loops: list[Loop] = []
 
     class Kept(Loop):

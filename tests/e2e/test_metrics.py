@@ -67,7 +67,9 @@ def _scalars(folder: Path, tag: str) -> dict[int, float]:
         while data:
             (length,) = struct.unpack("<Q", data[:8])
             event = Event.FromString(data[12 : 12 + length])
-            found |= {event.step: v.simple_value for v in event.summary.value if v.tag == tag}
+            for value in event.summary.value:
+                if value.tag == tag:
+                    found[event.step] = value.simple_value
             data = data[16 + length :]
     return found
 

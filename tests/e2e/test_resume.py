@@ -16,15 +16,25 @@ from moejax.partitioning import make_mesh
 from moejax.train.run import restore_or_init
 from moejax.train.state import as_tree, build_program
 from tests.e2e.small import (
-    SMALL, STEP_TOKENS, STEPS, assert_same_bits, copied, flags, losses, position, rows, saved,
-    steps_on_disk, train,
-)  # fmt: skip
+    SMALL,
+    STEP_TOKENS,
+    STEPS,
+    assert_same_bits,
+    copied,
+    flags,
+    losses,
+    position,
+    rows,
+    saved,
+    steps_on_disk,
+    train,
+)
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_going_on_repeats_the_unbroken_run_bit_for_bit(straight, stopped, tmp_path):
-    """14 more steps: every loss, every array of the state, the data position; each step one line."""
+    """14 more steps: every loss, every array of the state, the data position; one line a step."""
     workdir = copied(stopped.workdir, tmp_path / "work")
     assert losses(workdir) == losses(straight.workdir, last=6)
     done = train(workdir)
@@ -43,7 +53,7 @@ def test_going_on_repeats_the_unbroken_run_bit_for_bit(straight, stopped, tmp_pa
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(straight, stopped, tmp_path):
-    """One byte of the newest step flipped: the run goes on from the step before, to the same bits."""
+    """One byte of the newest step flipped: on from the step before, to the same bits."""
     workdir = copied(stopped.workdir, tmp_path / "work")
     newest = workdir / "checkpoints" / "6"
     victim = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
@@ -83,7 +93,8 @@ def test_going_on_with_one_device_agrees(straight, stopped, tmp_path, compile_ca
     workdir = copied(stopped.workdir, tmp_path / "work")
     argv = flags(train__stop_at=8, mesh__fsdp=1, mesh__expert=1, compile_cache=compile_cache)
     done = subprocess.run(
-        [sys.executable, "-m", "moejax.cli.main", "train", f"--workdir={workdir}", "--devices=1", *argv],
+        [sys.executable, "-m", "moejax.cli.main", "train", f"--workdir={workdir}", "--devices=1",
+         *argv],
         cwd=ROOT, env=_clean_env(), capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -98,7 +109,7 @@ def _clean_env() -> dict[str, str]:
 
 
 def test_lengths_batch_and_schedule_may_change(stopped, tmp_path):
-    """Branched into the decay of wsd, with shorter rows and more of them: goes on in the same text."""
+    """Branched into the decay of wsd, with more and shorter rows: goes on in the same text."""
     workdir = copied(stopped.workdir, tmp_path / "work")
     train(
         workdir, data__seq_len=32, data__batch_size=16, eval__batch_size=16, train__accumulation=2,

@@ -1,4 +1,4 @@
-"""A run that is stopped from outside, politely and not: one process after the other on one workdir."""
+"""A run that is stopped from outside, politely and not: process after process on one workdir."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def _stopped_by(signum: int, workdir: Path, step: int, argv: list[str]) -> tuple
     """Exit code and output of the command, sent `signum` once `step` was done."""
     clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     process = subprocess.Popen(
-        [sys.executable, "-m", "moejax.cli.main", "train", f"--workdir={workdir}", "--devices=8", *argv],
+        [sys.executable, "-m", "moejax.cli.main", "train", f"--workdir={workdir}", "--devices=8",
+         *argv],
         cwd=ROOT, env=clean, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     _wait_for_step(workdir, step, lambda: process.poll() is None)
