@@ -137,7 +137,7 @@ def test_each_balancing_changes_the_bias_as_its_name_says():
     bias, load = jnp.zeros(4), jnp.asarray(load_of(SCORES, np.zeros(4), 1))
     valid = jnp.ones(8, bool)
     counts = balance.histogram(jnp.asarray(SCORES, jnp.float32), bias, valid, 1)
-    small = {"num_experts": 4, "top_k": 1, "bias_rate": 0.5}
+    small = {"num_experts": 4, "top_k": 1, "bias_rate": 0.5, "aux_weight": 0.1}
     new = lambda kind: balance.new_bias(MoeConfig(balance=kind, **small), bias, load, counts)  # noqa: E731
     np.testing.assert_array_equal(new("bias_step"), [-0.5, -0.5, 0.5, 0.5])
     np.testing.assert_array_equal(new("quantile"), balance.quantile_from_histogram(counts, bias, 1))
