@@ -18,7 +18,7 @@ SMALL = {
     "data.source": "files", "data.paths": (f"{TEXT}/*.txt",), "data.validation_percent": 10.0,
     "data.tokenizer": "byte", "data.seq_len": 32, "data.batch_size": 8,
     "mesh.fsdp": -1, "mesh.expert": 1, "optim.name": "adamw",
-    "train.num_steps": 2, "eval.batches": 2,
+    "train.num_steps": 2, "eval.batches": 2, "eval.batch_size": 0,
     "log.tensorboard": False, "log.progress": False, "compile_cache": "off",
 }  # fmt: skip
 

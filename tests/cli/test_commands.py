@@ -138,7 +138,7 @@ def test_eval_of_another_split_step_and_mesh(moejax, run_dir):
 
 
 def test_a_mesh_that_does_not_fit_falls_back_unless_asked_for():
-    cfg = load_config("tiny", {"data.batch_size": 6, "train.accumulation": 3})
+    cfg = load_config("tiny", {"data.batch_size": 6, "train.accumulation": 3, "eval.batch_size": 0})
     fitted, note = fit_to_devices(cfg, 4, {})
     assert (fitted.mesh.fsdp, fitted.mesh.expert) == (-1, 1)
     assert fitted.eval.batch_size == 8, "rounded up to whole rows a device"
