@@ -36,5 +36,5 @@ def main(argv: Sequence[str]) -> int:
 
     from moejax.train import run
 
-    result = run(cfg, options.workdir, name=options.config)
+    result = run(cfg, options.workdir, name=options.config, overrides=overrides)
     return 0 if result.signum is None else 128 + result.signum

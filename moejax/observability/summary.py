@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import rich.console
@@ -27,7 +27,8 @@ class RunSummary:
       wall_s: seconds of this process.
       first_step_s: seconds to the end of its first step.
       cache: "cold", "warm" or "off": the compilation cache.
-      checkpoint, best_checkpoint: paths.
+      checkpoint, best_checkpoint, picture: paths.
+      overrides: `--config.FIELD=VALUE` of the command line, FIELD to VALUE.
     """
 
     workdir: str
@@ -46,6 +47,8 @@ class RunSummary:
     peak_memory_bytes: int | None = None
     checkpoint: str | None = None
     best_checkpoint: str | None = None
+    picture: str | None = None
+    overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def _rows(s: RunSummary) -> list[tuple[str, str]]:
@@ -70,6 +73,7 @@ def _rows(s: RunSummary) -> list[tuple[str, str]]:
         ("peak memory", _joined((s.peak_memory_bytes, lambda x: f"{x / 2**30:.2f} GiB"))),
         ("checkpoint", s.checkpoint or "none"),
         ("best", s.best_checkpoint or ""),
+        ("picture", s.picture or ""),
     ]
     return [(name, text) for name, text in rows if text]
 
@@ -79,14 +83,15 @@ def _joined(*parts: tuple[Any, Callable[[Any], str]]) -> str:
 
 
 def next_commands(s: RunSummary) -> list[str]:
-    """Commands worth trying now, ready to paste."""
-    where = f"--config={shlex.quote(s.config)}"
+    """Commands worth trying now, ready to paste; they repeat the values this run was given."""
+    given = dict(s.overrides)
+    if s.step >= s.num_steps:
+        given["train.num_steps"] = str(2 * s.num_steps)
     workdir = f"--workdir={shlex.quote(s.workdir)}"
-    more = f" --config.train.num_steps={2 * s.num_steps}" if s.step >= s.num_steps else ""
-    commands = [f"moejax train {where} {workdir}{more}"]
-    if s.checkpoint:
-        commands.insert(0, f"moejax eval {where} {workdir}")
-    return [*commands, f"moejax config {where}"]
+    values = [shlex.quote(f"--config.{name}={value}") for name, value in given.items()]
+    train = ["moejax train", f"--config={shlex.quote(s.config)}", workdir, *values]
+    commands = [" ".join(train), f"moejax config --config={shlex.quote(s.config)}"]
+    return [f"moejax eval {workdir}", *commands] if s.checkpoint else commands
 
 
 def print_summary(summary: RunSummary, console: rich.console.Console | None = None) -> None:

@@ -58,6 +58,7 @@ class Loop:
         self.compiled: Compiled | None = None
         self.first_step_s: float | None = None
         self.last: dict[str, Any] = {}
+        self._timed_steps, self._timed_s = 0, 0.0
         self.last_eval: EvalResult | None = None
         self.best_eval = float("inf")
         moe = self.cfg.model.moe
@@ -136,8 +137,15 @@ class Loop:
             "Lower the learning rate or look at the data of this step."
         )
 
+    def mean_tokens_per_s(self) -> float | None:
+        """Speed of all steps of this process but its first, which compiles."""
+        return self._timed_steps * self.step_tokens / self._timed_s if self._timed_steps else None
+
     def _report(self, step: int, host: dict[str, np.ndarray], step_s: float) -> None:
         rate = self.step_tokens / step_s
+        if step > self.start_step + 1:
+            self._timed_steps += 1
+            self._timed_s += step_s
         row: dict[str, Any] = {
             "loss": float(host["loss"]),
             "eval_loss": None,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
 import platform
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +24,7 @@ from moejax.data import (
     make_train_iterator,
 )
 from moejax.observability import Progress, RunSummary, StepProfiler, open_writers, print_summary
+from moejax.observability.plots import plot_run
 from moejax.partitioning import make_mesh
 from moejax.train.compile import enable_cache
 from moejax.train.evaluate import EvalResult, Evaluator
@@ -56,13 +59,20 @@ class TrainResult(NamedTuple):
     signum: int | None = None
 
 
-def run(cfg: RunConfig, workdir: str | os.PathLike[str], *, name: str = "") -> TrainResult:
+def run(
+    cfg: RunConfig,
+    workdir: str | os.PathLike[str],
+    *,
+    name: str = "",
+    overrides: Mapping[str, str] | None = None,
+) -> TrainResult:
     """Trains, resuming whatever `workdir` holds.
 
     Args:
       cfg: the whole config.
       workdir: folder of checkpoints, metrics and tokenizer; made if missing.
-      name: how the user called the config, for the commands the summary proposes.
+      name, overrides: how the user called the config and what was changed on the command line,
+        for the commands that the summary proposes.
     Raises:
       ConfigError: settings, data or checkpoint that cannot be used; nothing was changed.
     """
@@ -117,7 +127,16 @@ def run(cfg: RunConfig, workdir: str | os.PathLike[str], *, name: str = "") -> T
     step = int(loop.state.step)
     newest = checkpoints.latest_step()
     where = checkpoints.path(newest) if newest is not None else None
-    _summarise(cfg, workdir, name, loop, checkpoints, outcome, step, time.perf_counter() - began)
+    if jax.process_index() == 0:
+        summary = _summary(cfg, workdir, loop, checkpoints, outcome, step)
+        summary = dataclasses.replace(
+            summary,
+            config=name or cfg.model.name,
+            overrides=overrides or {},
+            picture=str(plot_run(workdir, workdir / "curves.png")),
+            wall_s=time.perf_counter() - began,
+        )
+        print_summary(summary)
     return TrainResult(dict(loop.last), where, step, outcome, stop.signum)
 
 
@@ -222,30 +241,30 @@ def _already_finished(
     return TrainResult({}, where, latest, "finished before")
 
 
-def _summarise(
-    cfg, workdir, name, loop: Loop, checkpoints: Checkpoints, outcome: str, step: int, wall_s: float
-) -> None:
-    if jax.process_index():
-        return
+def _summary(
+    cfg: RunConfig,
+    workdir: pathlib.Path,
+    loop: Loop,
+    checkpoints: Checkpoints,
+    outcome: str,
+    step: int,
+) -> RunSummary:
     newest, best = checkpoints.latest_step(), checkpoints.best_step()
     last_eval: EvalResult | None = loop.last_eval
-    print_summary(
-        RunSummary(
-            workdir=str(workdir),
-            config=name or cfg.model.name,
-            outcome=outcome,
-            step=step,
-            num_steps=cfg.train.num_steps,
-            loss=loop.last.get("loss"),
-            eval_loss=last_eval.loss if last_eval else None,
-            eval_nats_per_byte=last_eval.nats_per_byte if last_eval else None,
-            tokens=loop.tokens,
-            tokens_per_s=loop.last.get("tokens_per_s"),
-            wall_s=wall_s,
-            first_step_s=loop.first_step_s,
-            cache=loop.compiled.cache if loop.compiled else None,
-            peak_memory_bytes=loop.compiled.peak_bytes if loop.compiled else None,
-            checkpoint=str(checkpoints.path(newest)) if newest is not None else None,
-            best_checkpoint=str(checkpoints.path(best)) if best is not None else None,
-        )
+    return RunSummary(
+        workdir=str(workdir),
+        config=cfg.model.name,
+        outcome=outcome,
+        step=step,
+        num_steps=cfg.train.num_steps,
+        loss=loop.last.get("loss"),
+        eval_loss=last_eval.loss if last_eval else None,
+        eval_nats_per_byte=last_eval.nats_per_byte if last_eval else None,
+        tokens=loop.tokens,
+        tokens_per_s=loop.mean_tokens_per_s(),
+        first_step_s=loop.first_step_s,
+        cache=loop.compiled.cache if loop.compiled else None,
+        peak_memory_bytes=loop.compiled.peak_bytes if loop.compiled else None,
+        checkpoint=str(checkpoints.path(newest)) if newest is not None else None,
+        best_checkpoint=str(checkpoints.path(best)) if best is not None else None,
     )

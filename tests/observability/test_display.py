@@ -96,6 +96,8 @@ FULL = RunSummary(
     peak_memory_bytes=3 << 29,
     checkpoint="runs/my run/checkpoints/400",
     best_checkpoint="runs/my run/checkpoints/300",
+    picture="runs/my run/curves.png",
+    overrides={"data.paths": "('a b.txt',)", "train.num_steps": "400"},
 )
 
 
@@ -115,10 +117,11 @@ def test_summary_of_a_finished_run():
         "peak memory  1.50 GiB",
         "checkpoint   runs/my run/checkpoints/400",
         "best         runs/my run/checkpoints/300",
+        "picture      runs/my run/curves.png",
         "next:",
-        "  moejax eval --config=configs/tiny.py --workdir='runs/my run'",
+        "  moejax eval --workdir='runs/my run'",
         "  moejax train --config=configs/tiny.py --workdir='runs/my run'"
-        " --config.train.num_steps=800",
+        """ '--config.data.paths=('"'"'a b.txt'"'"',)' --config.train.num_steps=800""",
         "  moejax config --config=configs/tiny.py",
     ]
 
