@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
 import platform
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -89,20 +90,17 @@ def run(
     latest = checkpoints.latest_step()
     if latest is not None and latest >= cfg.train.num_steps:
         return _already_finished(cfg, workdir, checkpoints, latest)
-    state, position = restore_or_init(program, checkpoints, say)
-    tokenizer = get_tokenizer(cfg.data, workdir)
-    check_vocabulary(cfg, tokenizer)
-    shard = (jax.process_index(), jax.process_count())
-    iterator = make_train_iterator(
-        cfg.data,
-        tokenizer,
-        corpora["train"],
-        seed=cfg.seed,
-        start_state=position.get("data"),
-        shard=shard,
-    )
-    eval_rows = cfg.eval.batch_size or cfg.data.batch_size
-    batches = make_eval_batches(cfg.data, tokenizer, corpora["validation"], eval_rows, shard=shard)
+    with _leaving_nothing(workdir):
+        tokenizer = get_tokenizer(cfg.data, workdir)
+        check_vocabulary(cfg, tokenizer)
+        shard = (jax.process_index(), jax.process_count())
+        texts = corpora["train"], corpora["validation"]
+        iterator = make_train_iterator(cfg.data, tokenizer, texts[0], seed=cfg.seed, shard=shard)
+        eval_rows = cfg.eval.batch_size or cfg.data.batch_size
+        batches = make_eval_batches(cfg.data, tokenizer, texts[1], eval_rows, shard=shard)
+        state, position = restore_or_init(program, checkpoints, say)
+        if "data" in position:
+            iterator.set_state(position["data"])
     _write_facts(cfg, workdir, tokenizer, corpora, mesh)
     start = int(state.step)
     writers = open_writers(workdir, cfg.log, first_step=start + 1)
@@ -175,6 +173,22 @@ def check_writable(workdir: pathlib.Path) -> None:
             f"workdir {workdir} is not writable: no permission in {place}. "
             "Choose another --workdir."
         )
+
+
+@contextlib.contextmanager
+def _leaving_nothing(workdir: pathlib.Path) -> Iterator[None]:
+    """Takes back what a failed preparation wrote: the tokenizer it trained, the folder it made."""
+    was_there, tokenizer = workdir.exists(), workdir / "tokenizer.json"
+    had_tokenizer = tokenizer.exists()
+    try:
+        yield
+    except ConfigError:
+        if not had_tokenizer:
+            tokenizer.unlink(missing_ok=True)
+        if not was_there:
+            with contextlib.suppress(OSError):
+                workdir.rmdir()
+        raise
 
 
 def check_vocabulary(cfg: RunConfig, tokenizer: Tokenizer) -> None:

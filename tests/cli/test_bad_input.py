@@ -45,6 +45,13 @@ def _refused(outcome) -> str:
         ),
         ({"model.vocab_size": 256}, "the byte tokenizer has 257 tokens"),
         ({"data.seq_len": 1_000_000}, "less than one row of data.seq_len=1000000"),
+        (
+            {
+                "data.seq_len": 1_000_000, "data.tokenizer": "bpe", "data.bpe_vocab_size": 300,
+                "model.vocab_size": 300,
+            },
+            "less than one row of data.seq_len=1000000",
+        ),
         ({"init_from": "no/such/run"}, "the path does not exist"),
         ({"optim.groups": (("(", 1, 1),)}, "an entry is (regex, lr_scale, weight_decay or -1)"),
     ],
