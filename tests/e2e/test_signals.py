@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,10 +11,7 @@ from pathlib import Path
 import pytest
 
 from moejax.cli.main import main
-from tests.e2e.small import flags, losses, rows, steps_on_disk
-
-ROOT = Path(__file__).parents[2]
-PATIENCE_S = 600.0
+from tests.e2e.small import PATIENCE_S, command, flags, losses, rows, steps_on_disk
 
 
 def _wait_for_step(workdir: Path, step: int, alive) -> None:
@@ -31,12 +26,7 @@ def _wait_for_step(workdir: Path, step: int, alive) -> None:
 
 def _stopped_by(signum: int, workdir: Path, step: int, argv: list[str]) -> tuple[int, str, str]:
     """Exit code and output of the command, sent `signum` once `step` was done."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "moejax.cli.main", "train", f"--workdir={workdir}", "--devices=8",
-         *argv],
-        cwd=ROOT, env=clean, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    process = command(workdir, 8, argv)
     _wait_for_step(workdir, step, lambda: process.poll() is None)
     process.send_signal(signum)
     out, err = process.communicate(timeout=PATIENCE_S)
