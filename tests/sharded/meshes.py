@@ -26,25 +26,16 @@ def named(sizes: dict[str, int]) -> str:
     return "-".join(f"{axis}{n}" for axis, n in sizes.items() if n > 1) or "one"
 
 
-def relative_error(got, want, floor: float = 0.0) -> float:
-    """Largest difference over the largest magnitude of `want`, or over `floor` if larger."""
+def relative_error(got, want) -> float:
+    """Largest difference over the largest magnitude of `want`; 0 where both are all zeros."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    scale = max(np.max(np.abs(want), initial=0.0), floor)
     difference = np.max(np.abs(got - want), initial=0.0)
-    return float(difference / scale) if difference else 0.0
+    return float(difference / np.max(np.abs(want), initial=0.0)) if difference else 0.0
 
 
-def errors_by_leaf(got, want, floor: float = 0.0) -> dict[str, float]:
-    """`relative_error` of every leaf, by its path."""
+def assert_leaves_agree(got, want, tolerance: float) -> None:
+    """Every leaf within `tolerance` of its own largest magnitude; the worst ones are named."""
     pairs = zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True)
-    return {
-        jax.tree_util.keystr(path): relative_error(leaf, other, floor)
-        for (path, leaf), other in pairs
-    }
-
-
-def assert_leaves_agree(got, want, tolerance: float, floor: float = 0.0) -> None:
-    """Every leaf within `tolerance`, each in its own scale; the worst ones are named."""
-    errors = errors_by_leaf(got, want, floor)
-    wrong = sorted(((e, path) for path, e in errors.items() if not e <= tolerance), reverse=True)
-    assert not wrong, "; ".join(f"{path}: {e:.1e}" for e, path in wrong[:8])
+    errors = [(relative_error(leaf, other), path) for (path, leaf), other in pairs]
+    wrong = sorted(((e, jax.tree_util.keystr(p)) for e, p in errors if not e <= tolerance))
+    assert not wrong, "; ".join(f"{path}: {e:.1e}" for e, path in reversed(wrong[-8:]))

@@ -141,7 +141,6 @@ def check(name: str, A: int, buffer_factor: float, ids, dtype="float32", toleran
     inputs, cotangent = values(A, dtype)
     *got, stats = program(name, A, buffer_factor, dtype)(inputs, ids, cotangent)
     want = plain_program(A, dtype)(inputs, ids, cotangent)
-    # Where nothing is routed the truth is 0, and then so must be every number: no floor.
     assert_leaves_agree(got, want, tolerance)
     rounds = int(stats.rounds)
     assert rounds == expected_rounds(name, ids, buffer_factor)

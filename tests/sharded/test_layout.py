@@ -103,13 +103,15 @@ _SOURCE = re.compile(r'op_name="([^"]*)"')
 
 
 def whole_activations(hlo: str) -> list[str]:
-    """Collectives whose result has the rows of the whole batch, with where they come from."""
+    """Collectives whose result has more rows of the batch than one device's, and their source."""
     found = []
     for match in _COLLECTIVE.finditer(hlo):
         for dims in _SHAPE.findall(match[1]):
             shape = [int(n) for n in dims.split(",") if n]
             pairs = zip(shape, shape[1:], strict=False)
-            if (B, T) in pairs or any(n and n % (B * T) == 0 for n in shape):
+            rows = [n for n, following in pairs if following == T]
+            rows += [n // T for n in shape if n % T == 0]
+            if max(rows, default=0) > B // 8:
                 source = _SOURCE.search(match[0])
                 found.append(f"{match[2]} {shape} from {source[1] if source else '?'}")
     return found

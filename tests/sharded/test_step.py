@@ -1,7 +1,6 @@
 """A training step is the same on any mesh, in any number of microbatches, with or without remat.
 
-Measure: a leaf's largest difference over its largest magnitude, or over `FLOOR` of the largest
-magnitude in the whole tree where the leaf is smaller than that.
+Measure: a leaf's largest difference over its own largest magnitude, without any floor.
 """
 
 import jax
@@ -20,17 +19,13 @@ from tests.sharded.meshes import (
 )
 from tests.sharded.stepping import MODEL, UPDATES, Steps, start, steps
 
-TOLERANCE, FLOOR = 1e-5, 1e-4
+TOLERANCE = 1e-5
 EIGHT = [FSDP8, EXPERT8, FSDP2_EXPERT4, DATA2_FSDP2_EXPERT2]
 SPLIT = [(n, policy) for policy in ("none", "full") for n in (1, 2, 4)]
 
 
-def largest(tree) -> float:
-    return max(float(np.max(np.abs(leaf))) for leaf in jax.tree.leaves(tree))
-
-
 def assert_same_training(got: Steps, want: Steps) -> None:
-    """Loss, norm, routing and balancing of each step, every gradient, the last parameters."""
+    """Loss, norm, routing, balancing and every gradient of each step; the last parameters."""
     for i in range(UPDATES):
         for name in ("loss", "grad_norm", "indexer_kl", "lr"):
             error = relative_error(got.metrics[i][name], want.metrics[i][name])
@@ -41,9 +36,8 @@ def assert_same_training(got: Steps, want: Steps) -> None:
             jax.tree.leaves(got.balance[i]), jax.tree.leaves(want.balance[i]), strict=True
         ):
             np.testing.assert_array_equal(mine, theirs)
-    floor = FLOOR * largest(want.grads[0])
-    assert_leaves_agree(got.grads[0], want.grads[0], TOLERANCE, floor)
-    assert_leaves_agree(got.params, want.params, TOLERANCE, FLOOR * largest(want.params))
+        assert_leaves_agree(got.grads[i], want.grads[i], TOLERANCE)
+    assert_leaves_agree(got.params, want.params, TOLERANCE)
 
 
 def on_one_device() -> Steps:
@@ -71,10 +65,15 @@ def test_microbatches_and_remat_change_nothing_on_other_meshes(sizes, accumulati
 def test_the_step_has_every_part():
     """What the comparisons rest on: every path is alive, moves, and takes further rounds."""
     one, eight = on_one_device(), steps(tuple(FSDP2_EXPERT4.items()))
-    for path, grad in jax.tree_util.tree_leaves_with_path(one.grads[0]):
-        assert np.any(grad != 0) or "attn_mix" in jax.tree_util.keystr(path), path
-    moved = jax.tree.map(lambda a, b: np.any(a != b), one.params, start().params)
-    assert all(jax.tree.leaves(moved))
+    for (path, grad), before, after in zip(
+        jax.tree_util.tree_leaves_with_path(one.grads[0]),
+        jax.tree.leaves(start().params),
+        jax.tree.leaves(one.params),
+        strict=True,
+    ):
+        name = jax.tree_util.keystr(path)
+        if "['stack0']['run0']['attn_mix']" not in name:  # layer 0 has one source: nothing to mix
+            assert np.any(grad != 0) and np.any(before != after), name
     assert MODEL.moe.balance == "quantile"
     for before, after in zip(
         jax.tree.leaves(one.balance[0]), jax.tree.leaves(one.balance[1]), strict=True
