@@ -14,7 +14,7 @@ from moejax.layers.kda import Kda, init_dt_bias
 from moejax.layers.mla import Mla
 from moejax.layers.param import Balance
 from moejax.optim import clip_key, clip_query, qk_clip_factors
-from tests.models.running import FAST_COMPILE, forward, lively, row_of, stack_rows
+from tests.models.running import FAST_COMPILE, filled, forward, lively, row_of, stack_rows
 from tests.models.small_configs import small
 
 B, T, D = 2, 11, 16
@@ -29,7 +29,8 @@ def replace(cfg, **changes):
 
 def make(cls, *configs, seed=0, **options):
     """A layer with standard normal / sqrt(D) maps in float32."""
-    return cls(D, *configs, D**-0.5, rngs=nnx.Rngs(params=seed), **options)
+    std = D**-0.5
+    return filled(lambda: cls(D, *configs, std, rngs=nnx.Rngs(params=0), **options), std, seed)
 
 
 def inputs(dtype=np.float64, seed=0):
@@ -208,7 +209,8 @@ def test_initial_decay():
 
 @pytest.mark.parametrize("gate", ["bounded", "softplus"])
 def test_initial_rates_of_heads(gate):
-    layer = make(Kda, KdaConfig(num_heads=256, head_dim=2, value_head_dim=2, gate=gate), 1e-5)
+    cfg = KdaConfig(num_heads=256, head_dim=2, value_head_dim=2, gate=gate)
+    layer = Kda(D, cfg, 1e-5, 0.02, nnx.Rngs(params=0))
     a_log = np.asarray(layer.a_log[...])
     assert layer.dt_bias[...].shape == (256, 2)
     if gate == "bounded":

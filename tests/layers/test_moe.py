@@ -11,7 +11,7 @@ from flax import nnx
 from moejax.config import FfnConfig, ModelConfig, MoeConfig
 from moejax.layers.ffn import Glu, situ, swiglu
 from moejax.layers.moe.latent_moe import LatentMoe
-from tests.models.running import FAST_COMPILE
+from tests.models.running import FAST_COMPILE, filled
 from tests.reference import decoder as reference
 
 B, T, D = 2, 9, 8
@@ -21,7 +21,8 @@ ONES = np.ones((B, T), np.int32)
 
 def make(seed: int = 0, ffn: FfnConfig | None = None, **moe) -> LatentMoe:
     cfg = MoeConfig(**{**MOE, **moe})
-    return LatentMoe(D, cfg, ffn or FfnConfig(), 1e-5, D**-0.5, nnx.Rngs(params=seed))
+    std, ffn = D**-0.5, ffn or FfnConfig()
+    return filled(lambda: LatentMoe(D, cfg, ffn, 1e-5, std, nnx.Rngs(params=0)), std, seed)
 
 
 def inputs(seed: int = 0, dtype=np.float32):

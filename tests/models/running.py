@@ -1,13 +1,14 @@
 """Running a decoder in tests: one compiled function for logits, losses, gradients and choices."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from moejax.config import ModelConfig
 from moejax.data.packing import next_token_labels
@@ -107,6 +108,24 @@ def row_of(documents: list[np.ndarray], seq_len: int) -> dict[str, np.ndarray]:
 def stack_rows(rows: list[dict]) -> dict[str, np.ndarray]:
     """Rows of one length as a batch."""
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def filled(build: Callable[[], nnx.Module], std: float, seed: int) -> nnx.Module:
+    """The module `build` makes, with normal maps, norms of 1 and biases of 0 drawn by NumPy.
+
+    Its own initial values would cost a compilation for each shape.
+    """
+    graph, state = nnx.split(nnx.eval_shape(build))
+    rng = np.random.default_rng(seed)
+
+    def value(path, leaf):
+        name = [getattr(part, "key", None) for part in path if hasattr(part, "key")][-1]
+        if leaf.ndim == 1:
+            return np.zeros(leaf.shape, np.float32) + (name not in ("bias", "a_log", "k_norm_bias"))
+        return (std * rng.standard_normal(leaf.shape)).astype(np.float32)
+
+    arrays = jax.tree_util.tree_map_with_path(value, nnx.to_pure_dict(state))
+    return nnx.merge(graph, jax.tree.map(jnp.asarray, arrays))
 
 
 def lively(cfg: ModelConfig, seed: int = 0) -> tuple[ModelParts, dict, dict]:

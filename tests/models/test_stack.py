@@ -17,7 +17,7 @@ from moejax.models.block import DecoderLayer, num_sources, start_residual
 from moejax.models.decoder import Decoder, by_layer, layer_kinds, layers_with
 from moejax.models.grouping import LayerKind, Run, Segment, segments_of
 from moejax.models.parts import model_parts
-from tests.models.running import FAST_COMPILE, forward, lively, row_of, stack_rows
+from tests.models.running import FAST_COMPILE, filled, forward, lively, row_of, stack_rows
 from tests.models.small_configs import small
 
 DENSE, KDA = LayerKind("kda", "dense"), LayerKind("kda", "moe")
@@ -92,7 +92,7 @@ def test_values_of_layers_come_in_layer_order():
 def test_sources_of_every_sublayer_of_k3(monkeypatch):
     """R7: 1 + ceil(i/12) at attention i >= 1, 2 + floor(i/12) at its FFN, 9 at the end."""
     cfg = k3_like(93)
-    layer = DecoderLayer(cfg, DENSE, nnx.Rngs(params=0))
+    layer = filled(lambda: DecoderLayer(cfg, DENSE, nnx.Rngs(params=0)), 0.1, 0)
     zeros = jnp.zeros((1, 2, cfg.dim))
     monkeypatch.setattr(Kda, "__call__", lambda self, x, segment_ids: (zeros, {}))
     monkeypatch.setattr(Glu, "__call__", lambda self, x: zeros)
@@ -202,7 +202,8 @@ def test_dropout_follows_its_key():
 
 
 def test_dropout_keeps_the_mean_and_differs_by_sublayer():
-    layer = DecoderLayer(small("kda", 1, dropout=0.25), DENSE, nnx.Rngs(params=0))
+    cfg = small("kda", 1, dropout=0.25)
+    layer = filled(lambda: DecoderLayer(cfg, DENSE, nnx.Rngs(params=0)), 0.1, 0)
     ones = jnp.ones((4, 50, 32))
     first, second = (np.asarray(layer._drop(ones, jax.random.key(0), salt)) for salt in (0, 1))
     assert set(np.unique(first)) == {0.0, np.float32(1 / 0.75)}
