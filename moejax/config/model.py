@@ -25,6 +25,14 @@ class KdaConfig(Section):
     output_gate_rank: int = setting(16, ge=1)
     chunk: int = setting(64, ge=1, le=256)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.chunk & (self.chunk - 1):
+            below = 1 << (self.chunk.bit_length() - 1)
+            raise ConfigError(
+                f"model.kda.chunk={self.chunk} is no power of two. Use {below} or {2 * below}."
+            )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MlaConfig(Section):
