@@ -6,6 +6,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from moejax.config import (
     DsaConfig,
@@ -27,7 +29,7 @@ from tests.sharded.meshes import mesh_of
 
 # These programs run two or three times, so compiling fast counts more than running fast.
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
-B, T, VOCAB = 32, 40, 64
+B, T, VOCAB = 32, 41, 64  # a T that no other size is a multiple of
 UPDATES = 2
 
 # A dense KDA layer, two scanned KDA layers with experts, a DSA layer with experts; two blocks of
@@ -108,13 +110,13 @@ def _calmer(path, leaf: np.ndarray) -> np.ndarray:
     return np.float32(0.3) * leaf if leaf.ndim > 3 else leaf  # maps, which are stacked by layer
 
 
-def step_with_grads(program: Program, state: TrainState, batch: dict):
-    """`train_step` itself, and the gradients that passed through it."""
+def step_with_grads(program: Program, state: TrainState, batch: dict, given: tuple | None = None):
+    """`train_step` itself, and the gradients that passed through it (`given`, or computed)."""
     seen: list = []
     gradients = step.gradients
 
     def spy(*args):
-        seen.append(gradients(*args))
+        seen.append(given or gradients(*args))
         return seen[-1]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -126,24 +128,58 @@ def step_with_grads(program: Program, state: TrainState, batch: dict):
 
 @functools.cache
 def steps(mesh_items: tuple, accumulation: int = 1, remat: str = "none") -> Steps:
-    """Two real updates on a mesh; compiled once for both."""
+    """Two updates on a mesh by the whole step as one program."""
+    program = _program(mesh_items, accumulation, remat)
+    jitted = jax.jit(
+        lambda state, batch: step_with_grads(program, state, batch),
+        out_shardings=(program.shardings, None, None),
+        compiler_options=FAST_COMPILE,
+    )
+    with jax.set_mesh(program.mesh):
+        arguments = jax.device_put(start(), program.shardings), put_batch(program, accumulation)
+        compiled = jitted.lower(*arguments).compile()
+    return _run(program, accumulation, compiled, compiled.as_text())
+
+
+def steps_in_two(mesh_items: tuple, accumulation: int, remat: str) -> Steps:
+    """Two updates by the step cut behind its gradients, so that a mesh compiles the update once."""
+    program = _program(mesh_items, accumulation, remat)
+    gradients = jax.jit(
+        lambda state, batch: step.gradients(program, state, batch),
+        out_shardings=(program.shardings.params, NamedSharding(program.mesh, P())),
+        compiler_options=FAST_COMPILE,
+    )
+    update = _update(mesh_items)
+    return _run(program, accumulation, lambda *args: update(args[0], gradients(*args)))
+
+
+@functools.cache
+def _update(mesh_items: tuple):
+    """(state, (gradients, measured)) -> what `step_with_grads` gives; counts of the batch."""
+    program = _program(mesh_items, 1, "none")
+    batch = put_batch(program, 1)
+    return jax.jit(
+        lambda state, given: step_with_grads(program, state, batch, given),
+        out_shardings=(program.shardings, None, None),
+        compiler_options=FAST_COMPILE,
+    )
+
+
+def _program(mesh_items: tuple, accumulation: int, remat: str) -> Program:
     sizes = dict(mesh_items)
-    program = build_program(config(sizes, accumulation=accumulation, remat=remat), mesh_of(sizes))
+    return build_program(config(sizes, accumulation=accumulation, remat=remat), mesh_of(sizes))
+
+
+def _run(program: Program, accumulation: int, call, hlo: str = "") -> Steps:
     state = jax.device_put(start(), program.shardings)
     batch = put_batch(program, accumulation)
     metrics, grads, balance = [], [], []
     with jax.set_mesh(program.mesh):
-        jitted = jax.jit(
-            lambda state, batch: step_with_grads(program, state, batch),
-            out_shardings=(program.shardings, None, None),
-            compiler_options=FAST_COMPILE,
-        )
-        compiled = jitted.lower(state, batch).compile()
         for _ in range(UPDATES):
-            state, measured, grad = compiled(state, batch)
+            state, measured, grad = call(state, batch)
             metrics.append(jax.tree.map(np.asarray, measured))
             grads.append(jax.tree.map(np.asarray, grad))
             balance.append(jax.tree.map(np.asarray, state.balance))
     placed = jax.tree.map(lambda a: a.sharding, (state, grad))
     params = jax.tree.map(np.asarray, state.params)
-    return Steps(metrics, grads, balance, params, compiled.as_text(), program, placed)
+    return Steps(metrics, grads, balance, params, hlo, program, placed)

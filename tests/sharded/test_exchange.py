@@ -239,7 +239,7 @@ def test_exchange_by_name():
     assert resolve_exchange("auto", 1) == "local" and resolve_exchange("auto", 4) == "padded"
     assert resolve_exchange("padded", 1) == "padded"
     (x, combine, weights), _ = values(2)
-    ids = jnp.asarray(routings(2)["random"])
+    x, combine, ids = map(jnp.asarray, (x, combine, routings(2)["random"]))
     with pytest.raises(ValueError, match="needs a mesh with an expert axis"):
         exchange_experts(x, ids, combine, weights, experts, num_experts=E, exchange="padded")
     out, _ = exchange_experts(x, ids, combine, weights, experts, num_experts=E)

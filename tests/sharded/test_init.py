@@ -65,18 +65,20 @@ def losses(mesh_items: tuple) -> dict[str, float]:
     params = jax.device_put(params, program.shardings.params)
 
     def run(params, batch, halves):
-        keys = [jax.random.fold_in(jax.random.key(0), number) for number in (0, 1)]
+        fold = lambda number: jax.random.fold_in(jax.random.key(0), number)  # noqa: E731
+        keys = jax.vmap(fold)(np.arange(2))
         counts = step._counts(batch)
         first = jax.tree.map(lambda a: a[0], batch)
         loss = lambda micro, key: step.micro_loss(  # noqa: E731
             program, params, balance, micro, counts, key
         )[1]["loss"]
         total, labels = step.eval_step(program, params, balance, batch)
-        both = [jax.tree.map(lambda a, i=i: a[i], halves) for i in (0, 1)]
+        by_step = jax.lax.map(lambda key: loss(first, key), keys)
+        by_half = jax.lax.map(lambda half: loss(*half), (halves, keys))
         return {
-            "step 0": loss(first, keys[0]),
-            "step 1": loss(first, keys[1]),
-            "halves": loss(both[0], keys[0]) + loss(both[1], keys[1]),
+            "step 0": by_step[0],
+            "step 1": by_step[1],
+            "halves": by_half.sum(),
             "evaluated": total / labels,
         }
 

@@ -17,7 +17,7 @@ from tests.sharded.meshes import (
     named,
     relative_error,
 )
-from tests.sharded.stepping import MODEL, UPDATES, Steps, start, steps
+from tests.sharded.stepping import MODEL, UPDATES, Steps, start, steps, steps_in_two
 
 TOLERANCE = 1e-5
 EIGHT = [FSDP8, EXPERT8, FSDP2_EXPERT4, DATA2_FSDP2_EXPERT2]
@@ -52,13 +52,14 @@ def test_mesh_equals_one_device(sizes):
 @pytest.mark.parametrize("sizes", [ONE, FSDP2_EXPERT4], ids=named)
 @pytest.mark.parametrize("accumulation,remat", SPLIT[1:], ids=str)
 def test_microbatches_and_remat_change_nothing(sizes, accumulation, remat):
-    assert_same_training(steps(tuple(sizes.items()), accumulation, remat), on_one_device())
+    got = steps_in_two(tuple(sizes.items()), accumulation, remat)
+    assert_same_training(got, on_one_device())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [FSDP8, EXPERT8, DATA2_FSDP2_EXPERT2], ids=named)
+@pytest.mark.parametrize("sizes", [ONE, *EIGHT], ids=named)
 @pytest.mark.parametrize("accumulation,remat", SPLIT[1:], ids=str)
-def test_microbatches_and_remat_change_nothing_on_other_meshes(sizes, accumulation, remat):
+def test_full_product_with_the_whole_step_as_one_program(sizes, accumulation, remat):
     assert_same_training(steps(tuple(sizes.items()), accumulation, remat), on_one_device())
 
 
