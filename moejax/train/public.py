@@ -28,7 +28,7 @@ def train(
       ConfigError: settings, data or checkpoint that cannot be used; nothing was changed.
     """
     name = config if isinstance(config, str) else ""
-    return run(as_run_config(config, overrides), workdir, name=name)
+    return run(as_run_config(config, overrides), workdir, name=name, overrides=overrides)
 
 
 class _CallablePackage(ModuleType):

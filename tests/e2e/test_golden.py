@@ -45,7 +45,7 @@ def test_tiny_starts_where_width_and_vocabulary_say(tiny):
 def test_tiny_learns_as_recorded(tiny):
     """To 1e-3 where the library is the recorded one; anywhere it learns from the first steps on."""
     assert len(tiny["losses"]) == record.FIRST_STEPS
-    assert tiny["losses"][-1] < tiny["losses"][0] - 1.0
+    assert tiny["losses"][-1] < tiny["losses"][0] - 0.5
     golden = record.kept("tiny", tiny["corpus_sha256"])
     if golden is not None:
         _assert_on(tiny, golden)

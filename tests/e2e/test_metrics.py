@@ -93,7 +93,10 @@ def test_the_step_compiles_once_and_the_summary_says_from_where(straight, stoppe
 def test_the_summary_ends_with_commands_to_try(straight):
     out = straight.done.out
     assert f"{straight.workdir}: finished" in out and f"{STEPS}/{STEPS}" in out
-    assert f"  moejax eval --config=base --workdir={straight.workdir}\n" in out
+    assert f"  moejax eval --workdir={straight.workdir}\n" in out
+    again = next(line for line in out.splitlines() if line.startswith("  moejax train"))
+    assert again.startswith(f"  moejax train --config=base --workdir={straight.workdir} ")
+    assert "--config.train.num_steps=40" in again and "--config.data.tokenizer=byte" in again
 
 
 def test_the_steps_asked_for_are_traced(stopped):

@@ -82,7 +82,8 @@ def test_going_on_over_another_mesh_agrees(straight, stopped, tmp_path, mesh):
     """data x fsdp x expert."""
     workdir = copied(stopped.workdir, tmp_path / "work")
     data, fsdp, expert = mesh
-    train(workdir, train__stop_at=8, mesh__data=data, mesh__fsdp=fsdp, mesh__expert=expert)
+    sizes = {"mesh.data": data, "mesh.fsdp": fsdp, "mesh.expert": expert}
+    train(workdir, fast=True, train__stop_at=8, **sizes)
     _assert_agrees(workdir, straight.workdir)
 
 
@@ -93,7 +94,7 @@ def test_going_on_with_one_device_agrees(straight, stopped, tmp_path, compile_ca
     process = command(workdir, 1, argv)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
-    assert "compiling the step for 1 devices (one device)" in out
+    assert "(one device)" in out
     _assert_agrees(workdir, straight.workdir)
 
 
@@ -101,8 +102,9 @@ def test_lengths_batch_and_schedule_may_change(stopped, tmp_path):
     """Branched into the decay of wsd, with more and shorter rows: goes on in the same text."""
     workdir = copied(stopped.workdir, tmp_path / "work")
     train(
-        workdir, data__seq_len=32, data__batch_size=16, eval__batch_size=16, train__accumulation=2,
-        train__num_steps=10, optim__schedule="wsd", optim__decay_start=6, optim__min_ratio=0.1,
+        workdir, fast=True, data__seq_len=32, data__batch_size=16, eval__batch_size=16,
+        train__accumulation=2, train__num_steps=10,
+        optim__schedule="wsd", optim__decay_start=6, optim__min_ratio=0.1,
     )  # fmt: skip
     lines = rows(workdir)
     assert [row["step"] for row in lines] == list(range(1, 11))
