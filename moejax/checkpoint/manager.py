@@ -73,6 +73,10 @@ class Checkpoints:
         """The saved step with the lowest evaluation loss, None when none was evaluated."""
         return _Keep(self._cfg, self._read_losses()).best(self.all_steps())
 
+    def best_loss(self) -> float:
+        """The lowest evaluation loss of a saved step, infinite when none was evaluated."""
+        return min(self._read_losses().values(), default=math.inf)
+
     def due(self, step: int) -> bool:
         """Whether `checkpoint.every` asks for a save after this step."""
         return self._cfg.every > 0 and step > 0 and step % self._cfg.every == 0

@@ -70,12 +70,17 @@ def _rows(s: RunSummary) -> list[tuple[str, str]]:
         ("loss", losses),
         ("tokens", tokens),
         ("time", times),
-        ("peak memory", _joined((s.peak_memory_bytes, lambda x: f"{x / 2**30:.2f} GiB"))),
+        ("peak memory", _joined((s.peak_memory_bytes, short_bytes))),
         ("checkpoint", s.checkpoint or "none"),
         ("best", s.best_checkpoint or ""),
         ("picture", s.picture or ""),
     ]
     return [(name, text) for name, text in rows if text]
+
+
+def short_bytes(number: int | float) -> str:
+    """Bytes a device in GiB, in MiB below one."""
+    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
 
 
 def _joined(*parts: tuple[Any, Callable[[Any], str]]) -> str:

@@ -60,7 +60,7 @@ class Loop:
         self.last: dict[str, Any] = {}
         self._timed_steps, self._timed_s = 0, 0.0
         self.last_eval: EvalResult | None = None
-        self.best_eval = float("inf")
+        self.best_eval = checkpoints.best_loss()
         moe = self.cfg.model.moe
         self.dead = DeadExperts(len(program.parts.moe_layers()), moe.num_experts)
         self.flops_per_token = train_flops_per_token(program.parts, self.cfg.data.seq_len)

@@ -115,7 +115,7 @@ def run(
                 progress, profiler, int(position.get("tokens", 0)),
             )  # fmt: skip
             del state  # the loop donates it
-            say(f"compiling the step for {mesh.devices.size} devices ({_shape_of(mesh)}) ...")
+            say(f"compiling the step for {_shape_of(mesh)} ...")
             outcome = loop.run(stop)
     finally:
         profiler.close()
@@ -207,7 +207,8 @@ def _say(line: str) -> None:
 
 
 def _shape_of(mesh) -> str:
-    return " x ".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1) or "one device"
+    shape = " x ".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1)
+    return f"{mesh.devices.size} devices ({shape})" if shape else "one device"
 
 
 def _write_facts(
