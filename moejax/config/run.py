@@ -61,7 +61,8 @@ class MeshConfig(Section):
             )
         if num_devices % fixed or (not free and fixed != num_devices):
             raise ConfigError(
-                f"mesh {shown} does not fit {num_devices} device{'s' * (num_devices != 1)}: its fixed axes take {fixed}. "
+                f"mesh {shown} does not fit {num_devices} device{'s' * (num_devices != 1)}: "
+                f"its fixed axes take {fixed}. "
                 f"Leave one axis at -1, or make the product {num_devices}."
             )
         sizes |= {axis: num_devices // fixed for axis in free}
