@@ -25,6 +25,7 @@ def setting(
     le: float | None = None,
     lt: float | None = None,
     choices: Iterable[str] | None = None,
+    items: type | None = None,
 ) -> Any:
     """A dataclass field with a default and a documented range.
 
@@ -32,13 +33,18 @@ def setting(
       default: the value when the config does not name the field; its type is the field's type.
       ge, gt, le, lt: bounds of a number (inclusive or exclusive).
       choices: the allowed values of a string.
+      items: type of every entry of a tuple.
     """
     limits = {
         name: bound
         for name, bound in {"ge": ge, "gt": gt, "le": le, "lt": lt}.items()
         if bound is not None
     }
-    metadata = {"limits": limits, "choices": tuple(choices) if choices else None}
+    metadata = {
+        "limits": limits,
+        "choices": tuple(choices) if choices else None,
+        "items": items,
+    }
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -61,16 +67,17 @@ def allowed(field: dataclasses.Field) -> str:
 
 def _check_field(section: str, field: dataclasses.Field, value: Any) -> None:
     choices, limits = field.metadata.get("choices"), field.metadata.get("limits", {})
+    items, must = field.metadata.get("items"), allowed(field)
     ok = value in choices if choices else True
-    if limits:
-        ok = math.isfinite(value) and all(_HOLDS[n](value, b) for n, b in limits.items())
-    elif isinstance(value, float):
-        ok = math.isfinite(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        ok, must = False, " and ".join(filter(None, ("finite", must)))
+    elif limits:
+        ok = all(_HOLDS[name](value, bound) for name, bound in limits.items())
+    elif items:
+        ok = all(isinstance(item, items) for item in value)
+        must = f"a tuple of {items.__name__} like ('a', 'b')"
     if not ok:
-        raise ConfigError(
-            f"{section}{field.name}={value!r} is not allowed: "
-            f"it must be {allowed(field) or 'finite'}."
-        )
+        raise ConfigError(f"{section}{field.name}={value!r} is not allowed: it must be {must}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

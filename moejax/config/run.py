@@ -79,9 +79,9 @@ class DataConfig(Section):
 
     _path = "data."
     source: str = setting("stdlib", choices=("stdlib", "files", "synthetic"))
-    paths: tuple = setting(())
+    paths: tuple = setting((), items=str)
     text_field: str = setting("text")
-    exclude: tuple = setting(("test/", "site-packages/"))
+    exclude: tuple = setting(("test/", "site-packages/"), items=str)
     tokenizer: str = setting("bpe")
     bpe_vocab_size: int = setting(512, ge=258)
     validation_percent: float = setting(5.0, gt=0.0, lt=100.0)
@@ -107,7 +107,7 @@ class OptimConfig(Section):
     adam_b1: float = setting(0.9, ge=0.0, lt=1.0)
     adam_b2: float = setting(0.95, ge=0.0, lt=1.0)
     adam_eps: float = setting(1e-8, gt=0.0)
-    no_decay: tuple = setting(("norm", "a_log", "dt_bias", "conv", "attn_res", "bias"))
+    no_decay: tuple = setting(("norm", "a_log", "dt_bias", "conv", "attn_res", "bias"), items=str)
     groups: tuple = setting(())
     schedule: str = setting("cosine", choices=("cosine", "wsd", "constant"))
     warmup_fraction: float = setting(0.02, ge=0.0, le=1.0)

@@ -80,7 +80,8 @@ def _rows(s: RunSummary) -> list[tuple[str, str]]:
 
 def short_bytes(number: int | float) -> str:
     """Bytes a device in GiB, in MiB below one."""
-    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
+    gib = number / 2**30
+    return f"{gib:.2f} GiB a device" if gib >= 1 else f"{1024 * gib:.1f} MiB a device"
 
 
 def _joined(*parts: tuple[Any, Callable[[Any], str]]) -> str:

@@ -92,6 +92,7 @@ class Loop:
         batch = put_batch(self.program, next(self.iterator), self.cfg.train.accumulation)
         if self.compiled is None:
             self.compiled = self._compile(batch)
+            self._mark = time.perf_counter()  # compiling is no part of the first step's time
         self.profiler.before(step)
         self.state, metrics = self.compiled.call(self.state, batch)
         self.profiler.after(step, metrics)

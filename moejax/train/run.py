@@ -167,7 +167,9 @@ def check_writable(workdir: pathlib.Path) -> None:
     while not place.exists() and place != place.parent:
         place = place.parent
     if not place.is_dir():
-        raise ConfigError(f"workdir {workdir} cannot be used: {place} is not a folder.")
+        raise ConfigError(
+            f"workdir {workdir} cannot be used: {place} is not a folder. Choose another --workdir."
+        )
     if not os.access(place, os.W_OK | os.X_OK):
         raise ConfigError(
             f"workdir {workdir} is not writable: no permission in {place}. "

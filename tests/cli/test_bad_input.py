@@ -38,6 +38,8 @@ def _refused(outcome) -> str:
         ({"model.dim": "wide"}, "model.dim='wide' is not a whole number"),
         ({"data.paths": ("no/such/*.txt",)}, "'no/such/*.txt' names no file"),
         ({"data.paths": ()}, "needs data.paths"),
+        ({"data.paths": (1, 2)}, "it must be a tuple of str like ('a', 'b')"),
+        ({"optim.lr": "inf"}, "it must be finite and > 0"),
         ({"data.tokenizer": "no_tokenizer.json"}, "is not a file that exists"),
         (
             {"data.tokenizer": "bpe", "data.bpe_vocab_size": 400},

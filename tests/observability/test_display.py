@@ -114,7 +114,7 @@ def test_summary_of_a_finished_run():
         "loss         2.5000 training, 2.6100 validation, 1.4500 nats/byte",
         "tokens       3.28M, 14.1k a second",
         "time         4m44s, 31s to the first step, compilation cache warm",
-        "peak memory  1.50 GiB",
+        "peak memory  1.50 GiB a device",
         "checkpoint   runs/my run/checkpoints/400",
         "best         runs/my run/checkpoints/300",
         "picture      runs/my run/curves.png",
