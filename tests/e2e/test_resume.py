@@ -94,7 +94,7 @@ def test_going_on_with_one_device_agrees(straight, stopped, tmp_path, compile_ca
     process = command(workdir, 1, argv)
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
-    assert "(one device)" in out
+    assert "for one device" in out
     _assert_agrees(workdir, straight.workdir)
 
 
