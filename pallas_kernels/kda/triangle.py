@@ -4,39 +4,55 @@ For rows x, columns k and log decays g of one chunk, all products are
 
     A_ij = sum_d x_id k_jd exp(g_{j+1,d} + ... + g_{i,d}),   i >= j.
 
-Pairs inside a block of 8 rows are taken one by one. Any other pair is handled where it is parted
-when the chunk is halved, its halves halved, and so on: with the border between the halves as
-reference, the exponent is (sum from the border to i) + (sum from j to the border), so that the
-products of two halves are one matrix product. All exponents are sums of g itself, never differences
-of sums: they are at most 0 whatever the gate, lose no digits after a large |g|, and none reaches
-past row i or over the border of row i's document.
+Every pair i > j is handled where it is parted when the chunk is halved, its halves halved, and so
+on: with the border between the halves as reference, the exponent is (sum from the border to i) +
+(sum from j to the border), so that the products of two halves are one matrix product. The halvings
+inside a block of 16 rows are one batch of small products, of which a mask picks the pairs. All
+exponents are sums of g itself, never differences of sums: they are at most 0 whatever the gate,
+lose no digits after a large |g|, and none reaches past row i or over the border of its document.
 """
 
-import functools
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-matmul = functools.partial(jnp.matmul, precision="highest")
-
-_BLOCK = 8  # rows whose pairs are taken one by one: b*b*H exponentials against log2(b) more levels
+_BLOCK = 16  # rows whose halvings are one batch, each a product of all b rows
 
 
 class Decays(NamedTuple):
     """Sums of log decays inside one chunk, or their exponentials, or gradients to the sums."""
 
-    pairs: jax.Array  # [..., c/b, b, b, H], from row j to row i of a block
-    levels: list  # for s = b, 2b, ..., c/2: (border to row of the second half, row of the first
+    near: jax.Array  # [..., c/b, log2(b), b, H], for s = 1, 2, ..., b/2: between a row and the
+    # border of its run of 2s rows
+    far: list  # for s = b, 2b, ..., c/2: (border to row of the second half, row of the first
     # half to the border), each [..., c/2s, s, H]
     from_start: jax.Array  # [..., c, H], from the chunk's start to each row, that row included
     to_end: jax.Array  # [..., c, H], all after each row
 
 
+def matmul(a, b):
+    """Exact product over the last two axes, of equal leading axes.
+
+    From the third on they are made one: XLA on CPU aborts the process at a product of rank 8, which
+    `vmap` would reach. The first two, chunks and rows, stay, so that rows can be sharded.
+    """
+    batch = a.shape[:-2]
+    a, b = (x.reshape(*batch[:2], math.prod(batch[2:]), *x.shape[-2:]) for x in (a, b))
+    product = jnp.matmul(a, b, precision="highest")
+    return product.reshape(*batch, *product.shape[-2:])
+
+
 def transposed(x):
     """Swaps the last two axes."""
     return jnp.swapaxes(x, -1, -2)
+
+
+def turned(x):
+    """`transposed` in memory: a left factor read across is 2 to 8 times slower on CPU."""
+    return jax.lax.optimization_barrier(transposed(x))
 
 
 def _halves(x, s):
@@ -46,9 +62,14 @@ def _halves(x, s):
 
 
 def _join(first, second):
-    """Inverse of `_halves`."""
-    blocks = jnp.stack([first, second], axis=-3)
+    """Inverse of `_halves`. A select: XLA takes 5 times as long to compile a concatenation."""
+    in_first = np.array([True, False])[:, None, None]
+    blocks = jnp.where(in_first, _one_more(first, -3), _one_more(second, -3))
     return blocks.reshape(*blocks.shape[:-4], -1, blocks.shape[-1])
+
+
+def _one_more(x, axis):
+    return jnp.expand_dims(x, axis) if jnp.ndim(x) else x
 
 
 def _blocks(x):
@@ -57,45 +78,80 @@ def _blocks(x):
     return x.reshape(*x.shape[:-2], -1, b, x.shape[-1])
 
 
+def _sizes(b):
+    return 2 ** np.arange(b.bit_length() - 1)
+
+
+def _parted(b):
+    """For s = 1, 2, ..., b/2: where row i and column j lie in two halves of one run of 2s rows."""
+    i, j = np.ogrid[:b, :b]
+    s = _sizes(b)[:, None, None]
+    return (i // (2 * s) == j // (2 * s)) & (i // s > j // s)
+
+
 def _which_to_sum(b):
-    """0/1 matrix [b*b + 2b, b]: the rows between j and i, up to i, and after j."""
-    i, j, m = np.ogrid[:b, :b, :b]
-    between = ((j < m) & (m <= i)).reshape(b * b, b)
-    return np.concatenate([between, np.tri(b, dtype=bool), ~np.tri(b, dtype=bool)])
+    """0/1 matrices over the rows of a block: of `near` [log2(b) b, b], up to row i, and after i."""
+    i, m = np.ogrid[:b, :b]
+    near = np.zeros((b.bit_length() - 1, b, b), bool)
+    for level, s in enumerate(_sizes(b)):
+        in_second = i // s % 2 == 1
+        near[level] = (i // s == m // s) & np.where(in_second, m <= i, m > i)
+    return near.reshape(-1, b), m <= i, m > i
+
+
+def _for_each(matrix, blocks):
+    """A constant repeated for each block: one for all would have XLA transpose the blocks."""
+    matrix = jnp.asarray(matrix, blocks.dtype)
+    return jnp.broadcast_to(matrix, (*blocks.shape[:-2], *matrix.shape))
 
 
 def sums(g_cH) -> Decays:
     """The sums of log decays [..., c, H] that a chunk needs; linear in them."""
     g = _blocks(g_cH)
     b, H = g.shape[-2:]
-    sums = matmul(jnp.asarray(_which_to_sum(b), g.dtype), g)
-    pairs = sums[..., : b * b, :].reshape(*g.shape[:-2], b, b, H)
-    from_start = sums[..., b * b : b * b + b, :].reshape(g_cH.shape)
-    to_end = sums[..., b * b + b :, :].reshape(g_cH.shape)
-    levels, s = [], b
+    near, from_start, to_end = (matmul(_for_each(which, g), g) for which in _which_to_sum(b))
+    near = near.reshape(*g.shape[:-2], b.bit_length() - 1, b, H)
+    from_start, to_end = from_start.reshape(g_cH.shape), to_end.reshape(g_cH.shape)
+    far, s = [], b
     while s < g_cH.shape[-2]:
         start_1, start_2 = _halves(from_start, s)
         end_1, end_2 = _halves(to_end, s)
-        levels.append((start_2, end_1))
+        far.append((start_2, end_1))
         from_start = _join(start_1, start_2 + start_1[..., -1:, :])
         to_end = _join(end_1 + start_2[..., -1:, :], end_2)
         s *= 2
-    return Decays(pairs, levels, from_start, to_end)
+    return Decays(near, far, from_start, to_end)
 
 
 def sums_vjp(d_sums: Decays):
-    """Gradient of the log decays, from those of their sums.
+    """Gradient of the log decays, from those of their sums: the transpose of `sums`.
 
     Each term carries its own decay, so nothing large cancels in a gradient that is small.
     """
-    return jax.linear_transpose(sums, d_sums.from_start)(d_sums)[0]
+    d_start, d_end = d_sums.from_start, d_sums.to_end
+    for d_start_2, d_end_1 in reversed(d_sums.far):
+        s = d_start_2.shape[-2]
+        last = np.arange(s)[:, None] == s - 1
+        start_1, start_2 = _halves(d_start, s)
+        end_1, end_2 = _halves(d_end, s)
+        start_1, start_2 = (
+            x + jnp.where(last, jnp.sum(d, -2, keepdims=True), 0)
+            for x, d in ((start_1, start_2), (start_2, end_1))
+        )
+        d_start, d_end = _join(start_1, start_2 + d_start_2), _join(end_1 + d_end_1, end_2)
+    d_start, d_end = _blocks(d_start), _blocks(d_end)
+    which = _which_to_sum(d_start.shape[-2])
+    d_near = d_sums.near.reshape(*d_start.shape[:-2], len(which[0]), d_start.shape[-1])
+    near, start, end = (
+        matmul(_for_each(rows.T, d), d)
+        for rows, d in zip(which, (d_near, d_start, d_end), strict=True)
+    )
+    return (near + start + end).reshape(d_sums.to_end.shape)
 
 
 def decays(g_cH) -> Decays:
-    """Decay factors from log decays [..., c, H]; pairs above the diagonal are 0."""
-    factors = jax.tree.map(jnp.exp, sums(g_cH))
-    lower = np.tri(factors.pairs.shape[-2], dtype=bool)[..., None]
-    return factors._replace(pairs=jnp.where(lower, factors.pairs, 0))
+    """Decay factors from log decays [..., c, H]."""
+    return jax.tree.map(jnp.exp, sums(g_cH))
 
 
 def _in_one_document(values, second_ids, first_ids):
@@ -103,31 +159,43 @@ def _in_one_document(values, second_ids, first_ids):
     return jnp.where(second_ids == transposed(first_ids), values, 0)
 
 
-def products_and_inverse(q_cH, k_cH, erase_cH, factors: Decays, segment_ids_Bc):
+def _near(x_cH, factors: Decays):
+    """Rows [..., c, H] times their decays to borders inside blocks: [..., c/b, log2(b), b, H]."""
+    return _blocks(x_cH)[..., None, :, :] * factors.near
+
+
+def _over_levels(x):
+    """Sum over axis -3, in one loop: XLA's own sum on CPU took 5 ms for 4 MB at some shapes."""
+    *leading, levels, b, W = x.shape
+    return sum((x[..., i, :, :] for i in range(levels)), jnp.zeros((*leading, b, W), x.dtype))
+
+
+def products_and_inverse(q_cH, k_cH, erase_cH, factors: Decays, ids_c1):
     """The triangle of q with k, and (I + strict triangle of erase with k)^-1, both [..., c, c]."""
-    decayed = factors.pairs * _blocks(k_cH)[..., None, :, :]
+    b = factors.near.shape[-2]
+    columns = transposed(_near(k_cH, factors))
     triangle, strict = (
-        jnp.sum(_blocks(x)[..., :, None, :] * decayed, axis=-1) for x in (q_cH, erase_cH)
+        _over_levels(jnp.where(_parted(b), matmul(_near(x, factors), columns), 0))
+        for x in (q_cH, erase_cH)
     )
-    ids = None if segment_ids_Bc is None else segment_ids_Bc[:, None, :, None]
-    if ids is not None:
-        own = _blocks(ids)
+    own = jnp.sum(_blocks(q_cH) * _blocks(k_cH), axis=-1, keepdims=True)
+    triangle += jnp.where(np.eye(b, dtype=bool), own, 0)
+    if ids_c1 is not None:
+        own = _blocks(ids_c1)
         triangle, strict = (_in_one_document(x, own, own) for x in (triangle, strict))
     inverse = _block_inverse(strict)
-    for to_row, to_border in factors.levels:
+    for to_row, to_border in factors.far:
         s = to_row.shape[-2]
-        rows = [_halves(x, s)[1] * to_row for x in (q_cH, erase_cH)]
-        columns = _halves(k_cH, s)[0] * to_border
-        parted = matmul(jnp.concatenate(rows, axis=-2), transposed(columns))
-        parted_q, parted_e = parted[..., :s, :], parted[..., s:, :]
-        if ids is not None:
-            first_ids, second_ids = _halves(ids, s)
+        columns = transposed(_halves(k_cH, s)[0] * to_border)
+        parted_q, parted_e = (matmul(_halves(x, s)[1] * to_row, columns) for x in (q_cH, erase_cH))
+        if ids_c1 is not None:
+            first_ids, second_ids = _halves(ids_c1, s)
             parted_q, parted_e = (
                 _in_one_document(x, second_ids, first_ids) for x in (parted_q, parted_e)
             )
         first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        inverse = _lower(first, -matmul(second, matmul(parted_e, first)), second)
-        triangle = _lower(triangle[..., 0::2, :, :], parted_q, triangle[..., 1::2, :, :])
+        inverse = _lower(inverse, -matmul(second, matmul(parted_e, first)))
+        triangle = _lower(triangle, parted_q)
     return triangle[..., 0, :, :], inverse[..., 0, :, :]
 
 
@@ -137,66 +205,68 @@ def _block_inverse(strict):
     With X the inverses on the diagonal and P what lies between the halves, X - X P X is the next.
     """
     b = strict.shape[-1]
-    row, column = np.ogrid[:b, :b]
     inverse = jnp.broadcast_to(jnp.eye(b, dtype=strict.dtype), strict.shape)
-    s = 1
-    while s < b:
-        between = (row // (2 * s) == column // (2 * s)) & (row // s > column // s)
+    for level, between in enumerate(_parted(b)):
         parted = jnp.where(between, strict, 0)
-        inverse -= parted if s == 1 else matmul(inverse, matmul(parted, inverse))
-        s *= 2
+        inverse -= matmul(inverse, matmul(parted, inverse)) if level else parted
     return inverse
 
 
-def _lower(first, corner, second):
-    """[[first, 0], [corner, second]]."""
-    top = jnp.concatenate([first, jnp.zeros_like(corner)], axis=-1)
-    return jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+def _lower(blocks, corners):
+    """[[first, 0], [corner, second]] of pairs of blocks [..., 2n, s, s]: [..., n, 2s, 2s]."""
+    *leading, s, _ = corners.shape
+    blocks = blocks.reshape(*leading, 2, s, 1, s)
+    half = np.arange(2)
+    row, column = half[:, None, None, None], half[:, None]
+    corners = jnp.where(row > column, corners[..., None, :, None, :], 0)
+    return jnp.where(row == column, blocks, corners).reshape(*leading, 2 * s, 2 * s)
 
 
-def products_vjp(q_cH, k_cH, erase_cH, factors: Decays, segment_ids_Bc, d_triangle, d_strict):
+def _diagonal(blocks):
+    """The blocks that `_lower` has joined: [..., n, 2s, 2s] -> [..., 2n, s, s]."""
+    s = blocks.shape[-1] // 2
+    return _join(blocks[..., :s, :s], blocks[..., s:, s:]).reshape(*blocks.shape[:-3], -1, s, s)
+
+
+def products_vjp(q_cH, k_cH, erase_cH, factors: Decays, ids_c1, d_triangle, d_strict):
     """Gradients to q, erase (as rows), k (as columns) and the sums of log decays inside.
 
     They come from those of both triangles, [..., c, c]: of `d_triangle` the lower part is read, of
-    `d_strict` the strictly lower part. The sums are (pairs, levels) of `Decays`.
+    `d_strict` the strictly lower part. The sums are (near, far) of `Decays`.
     """
-    blocks = jnp.stack([d_triangle, d_strict], axis=-3)[..., None, :, :, :]  # [..., 1, 2, c, c]
-    if segment_ids_Bc is not None:
-        ids = segment_ids_Bc[:, None, None, None, :, None]
-        blocks = _in_one_document(blocks, ids, ids)
-    pieces, d_levels = [], []
-    for to_row, to_border in reversed(factors.levels):
+    if ids_c1 is not None:
+        d_triangle, d_strict = (_in_one_document(x, ids_c1, ids_c1) for x in (d_triangle, d_strict))
+    blocks = [x[..., None, :, :] for x in (d_triangle, d_strict)]
+    pieces, d_far = [], []
+    for to_row, to_border in reversed(factors.far):
         s = to_row.shape[-2]
-        corner = blocks[..., s:, :s]
-        corner = corner.reshape(*corner.shape[:-3], 2 * s, s)
-        rows = [_halves(x, s)[1] * to_row for x in (q_cH, erase_cH)]
         columns = _halves(k_cH, s)[0] * to_border
-        d_rows = matmul(corner, columns)
-        d_rows_q, d_rows_e = d_rows[..., :s, :], d_rows[..., s:, :]
-        d_columns = matmul(transposed(corner), jnp.concatenate(rows, axis=-2))
-        d_levels.append((rows[0] * d_rows_q + rows[1] * d_rows_e, columns * d_columns))
-        nothing = jnp.zeros_like(d_columns)
-        pieces.append(
-            (
-                _join(nothing, d_rows_q * to_row),
-                _join(nothing, d_rows_e * to_row),
-                _join(d_columns * to_border, nothing),
-            )
-        )
-        halves = jnp.stack([blocks[..., :s, :s], blocks[..., s:, s:]], axis=-4)
-        blocks = halves.reshape(*halves.shape[:-5], -1, 2, s, s)
-    *piece, d_pairs = _pairs_vjp(q_cH, k_cH, erase_cH, factors.pairs, blocks)
+        corners = [block[..., s:, :s] for block in blocks]
+        rows = [_halves(x, s)[1] * to_row for x in (q_cH, erase_cH)]
+        d_rows = [matmul(corner, columns) for corner in corners]
+        d_q, d_e = (matmul(turned(corner), x) for corner, x in zip(corners, rows, strict=True))
+        d_columns = d_q + d_e
+        d_far.append((rows[0] * d_rows[0] + rows[1] * d_rows[1], columns * d_columns))
+        pieces.append((*(_join(0, d * to_row) for d in d_rows), _join(d_columns * to_border, 0)))
+        blocks = [_diagonal(x) for x in blocks]
+    *piece, d_near = _near_vjp(q_cH, k_cH, erase_cH, factors, blocks)
     dq, d_erase, dk = (sum(parts) for parts in zip(*pieces, piece, strict=True))
-    return dq, d_erase, dk, (d_pairs, d_levels[::-1])
+    return dq, d_erase, dk, (d_near, d_far[::-1])
 
 
-def _pairs_vjp(q_cH, k_cH, erase_cH, pairs, blocks):
-    """The part of `products_vjp` inside blocks, whose gradients are [..., c/b, 2, b, b]."""
-    b = blocks.shape[-1]
-    to_q = blocks[..., 0, :, :, None]
-    to_erase = jnp.where(np.tri(b, k=-1, dtype=bool)[..., None], blocks[..., 1, :, :, None], 0)
-    decayed = pairs * _blocks(k_cH)[..., None, :, :]
-    dq, d_erase = (jnp.sum(x * decayed, axis=-2) for x in (to_q, to_erase))
-    rows = to_q * _blocks(q_cH)[..., None, :] + to_erase * _blocks(erase_cH)[..., None, :]
-    dk = jnp.sum(rows * pairs, axis=-3)
-    return *(x.reshape(k_cH.shape) for x in (dq, d_erase, dk)), rows * decayed
+def _near_vjp(q_cH, k_cH, erase_cH, factors: Decays, blocks):
+    """The part of `products_vjp` inside blocks, whose gradients are two of [..., c/b, b, b]."""
+    parted, own = _parted(blocks[0].shape[-1]), np.eye(blocks[0].shape[-1], dtype=bool)
+    columns = _near(k_cH, factors)
+    rows = [_near(x, factors) for x in (q_cH, erase_cH)]
+    levels = [x[..., None, :, :] for x in blocks]
+    d_rows = [matmul(jnp.where(parted, x, 0), columns) for x in levels]
+    # transposed before the mask, while it is small
+    across = [jnp.where(parted.swapaxes(1, 2), transposed(x), 0) for x in levels]
+    d_columns = matmul(across[0], rows[0]) + matmul(across[1], rows[1])
+    d_near = rows[0] * d_rows[0] + rows[1] * d_rows[1] + columns * d_columns
+    dq, d_erase, dk = (_over_levels(d * factors.near) for d in (*d_rows, d_columns))
+    d_own = jnp.sum(jnp.where(own, blocks[0], 0), -1, keepdims=True)
+    dq += d_own * _blocks(k_cH)
+    dk += d_own * _blocks(q_cH)
+    return *(x.reshape(k_cH.shape) for x in (dq, d_erase, dk)), d_near
