@@ -62,14 +62,9 @@ def _halves(x, s):
 
 
 def _join(first, second):
-    """Inverse of `_halves`. A select: XLA takes 5 times as long to compile a concatenation."""
-    in_first = np.array([True, False])[:, None, None]
-    blocks = jnp.where(in_first, _one_more(first, -3), _one_more(second, -3))
+    """Inverse of `_halves`."""
+    blocks = jnp.stack([first, second], axis=-3)
     return blocks.reshape(*blocks.shape[:-4], -1, blocks.shape[-1])
-
-
-def _one_more(x, axis):
-    return jnp.expand_dims(x, axis) if jnp.ndim(x) else x
 
 
 def _blocks(x):
@@ -214,18 +209,16 @@ def _block_inverse(strict):
 
 def _lower(blocks, corners):
     """[[first, 0], [corner, second]] of pairs of blocks [..., 2n, s, s]: [..., n, 2s, 2s]."""
-    *leading, s, _ = corners.shape
-    blocks = blocks.reshape(*leading, 2, s, 1, s)
-    half = np.arange(2)
-    row, column = half[:, None, None, None], half[:, None]
-    corners = jnp.where(row > column, corners[..., None, :, None, :], 0)
-    return jnp.where(row == column, blocks, corners).reshape(*leading, 2 * s, 2 * s)
+    first, second = blocks[..., 0::2, :, :], blocks[..., 1::2, :, :]
+    top = jnp.concatenate([first, jnp.zeros_like(corners)], axis=-1)
+    return jnp.concatenate([top, jnp.concatenate([corners, second], axis=-1)], axis=-2)
 
 
 def _diagonal(blocks):
     """The blocks that `_lower` has joined: [..., n, 2s, 2s] -> [..., 2n, s, s]."""
     s = blocks.shape[-1] // 2
-    return _join(blocks[..., :s, :s], blocks[..., s:, s:]).reshape(*blocks.shape[:-3], -1, s, s)
+    pairs = jnp.stack([blocks[..., :s, :s], blocks[..., s:, s:]], axis=-3)
+    return pairs.reshape(*blocks.shape[:-3], -1, s, s)
 
 
 def products_vjp(q_cH, k_cH, erase_cH, factors: Decays, ids_c1, d_triangle, d_strict):
@@ -247,7 +240,9 @@ def products_vjp(q_cH, k_cH, erase_cH, factors: Decays, ids_c1, d_triangle, d_st
         d_q, d_e = (matmul(turned(corner), x) for corner, x in zip(corners, rows, strict=True))
         d_columns = d_q + d_e
         d_far.append((rows[0] * d_rows[0] + rows[1] * d_rows[1], columns * d_columns))
-        pieces.append((*(_join(0, d * to_row) for d in d_rows), _join(d_columns * to_border, 0)))
+        nothing = jnp.zeros_like(columns)
+        to_rows = [_join(nothing, d * to_row) for d in d_rows]
+        pieces.append((*to_rows, _join(d_columns * to_border, nothing)))
         blocks = [_diagonal(x) for x in blocks]
     *piece, d_near = _near_vjp(q_cH, k_cH, erase_cH, factors, blocks)
     dq, d_erase, dk = (sum(parts) for parts in zip(*pieces, piece, strict=True))
