@@ -164,3 +164,11 @@ BAILING = Spelling(embed="word_embeddings", attn="attention", o="dense", bias="e
 
 # Tensors stored in 32 bits whatever the rest is stored in (architecture section 10.1).
 FLOAT32_NAMES = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "_bias")
+
+
+def known_names(spelling: Spelling) -> set[str]:
+    """Names a family's tensors can have, numbers of layers and experts written as 0."""
+    words = dataclasses.asdict(spelling) | {"e": "0"}
+    rules = _COMMON_RULES + KDA_RULES + MLA_RULES + DENSE_RULES + MOE_RULES
+    inner = {f"{spelling.prefix}model.layers.0.{rule.name.format_map(words)}" for rule in rules}
+    return inner | {spelling.prefix + rule.name.format_map(words) for rule in MODEL_RULES}
