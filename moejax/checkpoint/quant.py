@@ -138,10 +138,10 @@ def _nearest_code(scaled: np.ndarray) -> np.ndarray:
     return codes
 
 
-def _spread(
+def _row_scales(
     scale_inv: np.ndarray, shape: tuple[int, ...], first_row: int, block: int
 ) -> np.ndarray:
-    """Scales [rows of blocks, columns of blocks] as one per row of `shape` and block column."""
+    """Scales [rows of blocks, columns of blocks] as [rows of `shape`, columns of blocks]."""
     rows, columns = shape
     need = -(-(first_row + rows) // block), -(-columns // block)
     if scale_inv.ndim != 2 or scale_inv.shape[0] < need[0] or scale_inv.shape[1] != need[1]:
@@ -150,6 +150,16 @@ def _spread(
             f"{block} x {block} block, not {scale_inv.shape}."
         )
     return scale_inv.astype(np.float32)[(first_row + np.arange(rows)) // block]
+
+
+def _by_blocks(apply: np.ufunc, values: np.ndarray, scales: np.ndarray, block: int) -> None:
+    """In place, each `block` columns of `values` with their scale; the last may be fewer."""
+    rows, columns = values.shape
+    whole = columns // block * block
+    left = values[:, :whole].reshape(rows, columns // block, block)  # a view
+    apply(left, scales[:, : whole // block, None], out=left)
+    if whole < columns:
+        apply(values[:, whole:], scales[:, -1:], out=values[:, whole:])
 
 
 def fp8_block_decode(
@@ -176,14 +186,14 @@ def fp8_block_decode(
     dtype = _out_dtype(dtype)
     if codes.ndim != 2 or codes.dtype.itemsize != 1:
         raise CheckpointError(f"fp8 weights are matrices, not {codes.dtype}{codes.shape}.")
-    scales_RC = _spread(scale_inv, codes.shape, first_row, block)
+    scales_RC = _row_scales(scale_inv, codes.shape, first_row, block)
     rows, columns = codes.shape
     out = np.empty(codes.shape, dtype)
     step = max(1, _PIECE // max(columns, 1))
     for start in range(0, rows, step):
         piece = slice(start, min(start + step, rows))
         values = _FP8_VALUES[np.ascontiguousarray(codes[piece]).view(np.uint8)]
-        values *= np.repeat(scales_RC[piece], block, axis=1)[:, :columns]
+        _by_blocks(np.multiply, values, scales_RC[piece], block)
         out[piece] = values
     return out
 
@@ -213,12 +223,12 @@ def fp8_block_encode(
         tiles = padded.reshape(-(-rows // block), block, -(-columns // block), block)
         amax = tiles.max(axis=(1, 3), initial=0)
         scale_inv = np.where(amax > 0, amax / np.float32(_FP8_MAX), 1).astype(np.float32)
-    scales_RC = _spread(scale_inv, values.shape, 0, block)
+    scales_RC = _row_scales(scale_inv, values.shape, 0, block)
     codes = np.empty(values.shape, _FP8)
     step = max(1, _PIECE // max(columns, 1))
     for start in range(0, rows, step):
         piece = slice(start, min(start + step, rows))
         scaled = values[piece].astype(np.float32)
-        scaled /= np.repeat(scales_RC[piece], block, axis=1)[:, :columns]
+        _by_blocks(np.divide, scaled, scales_RC[piece], block)
         codes[piece] = np.clip(scaled, -_FP8_MAX, _FP8_MAX).astype(_FP8)
     return codes, scale_inv
