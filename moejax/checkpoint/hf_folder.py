@@ -240,7 +240,7 @@ class HfWriter:
         except OSError as error:
             raise CheckpointError(f"{self.folder} cannot be made: {error.strerror}.") from error
         except BaseException:
-            self._discard()
+            shutil.rmtree(self.folder, ignore_errors=True)
             raise
         return self
 
@@ -252,8 +252,7 @@ class HfWriter:
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Writes `value` as the folder's file `name`, indented as Hugging Face does."""
-        text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-        (self.folder / name).write_text(text, encoding="utf-8")
+        (self.folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="ascii")
 
     def __exit__(
         self,
@@ -267,7 +266,7 @@ class HfWriter:
         except OSError as failure:
             raise CheckpointError(f"{self.out} cannot be written: {failure.strerror}.") from failure
         finally:
-            self._discard()
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _finish(self) -> None:
         for writer in self._writers.values():
@@ -279,8 +278,3 @@ class HfWriter:
         if self.out.is_dir():
             self.out.rmdir()
         self.folder.rename(self.out)
-
-    def _discard(self) -> None:
-        for writer in self._writers.values():
-            writer.abandon()
-        shutil.rmtree(self.folder, ignore_errors=True)

@@ -8,12 +8,13 @@ every page once touched as memory of this process.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import pathlib
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -42,10 +43,11 @@ def dtype_name(dtype: Any) -> str:
     """The safetensors name (`BF16`) of a numpy or jax dtype, or of such a name itself."""
     if isinstance(dtype, str) and dtype in DTYPES:
         return dtype
-    name = _NAMES.get(np.dtype(dtype))
-    if name is None:
-        raise CheckpointError(f"safetensors has no type {dtype}; it has {', '.join(DTYPES)}.")
-    return name
+    try:
+        return _NAMES[np.dtype(dtype)]
+    except (KeyError, TypeError):
+        allowed = ", ".join(DTYPES)
+        raise CheckpointError(f"safetensors has no type {dtype}; it has {allowed}.") from None
 
 
 class TensorInfo(NamedTuple):
@@ -295,24 +297,21 @@ class SafetensorsWriter:
         text += b" " * (-len(text) % 8)
         self.tensors, _ = parse_header(text, str(self.path), 8 + len(text), end)
         self._missing = set(self.tensors)
-        try:
-            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise self._unwritable(error) from error
-        try:
-            self._pwrite(memoryview(len(text).to_bytes(8, "little") + text), 0)
-            os.ftruncate(self._fd, 8 + len(text) + end)
-        except OSError as error:
-            self.abandon()
-            raise self._unwritable(error) from error
+        with self._opened(os.O_CREAT | os.O_EXCL) as fd:
+            _pwrite(fd, memoryview(len(text).to_bytes(8, "little") + text), 0)
+            os.ftruncate(fd, 8 + len(text) + end)
 
-    def _unwritable(self, error: OSError) -> CheckpointError:
-        return CheckpointError(f"{self.path} cannot be written: {error.strerror}.")
-
-    def _pwrite(self, view: memoryview, start: int) -> None:
-        done = 0
-        while done < len(view):
-            done += os.pwrite(self._fd, view[done : done + (1 << 30)], start + done)
+    @contextlib.contextmanager
+    def _opened(self, flags: int = 0) -> Iterator[int]:
+        """The file, open for one write: a folder may have more shards than a process has files."""
+        try:
+            fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | flags, 0o644)
+            try:
+                yield fd
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be written: {error.strerror}.") from error
 
     def add(self, name: str, data: Any) -> None:
         """Writes a tensor.
@@ -339,11 +338,9 @@ class SafetensorsWriter:
         view = np.frombuffer(data, np.uint8).data if info.nbytes else memoryview(data)
         if view.nbytes != info.nbytes:
             raise CheckpointError(f"{where}: {view.nbytes} bytes given, {info.nbytes} planned.")
-        try:
-            if info.nbytes:
-                self._pwrite(view, info.start)
-        except OSError as error:
-            raise self._unwritable(error) from error
+        if info.nbytes:
+            with self._opened() as fd:
+                _pwrite(fd, view, info.start)
         self._missing.discard(name)
 
     def close(self) -> None:
@@ -354,15 +351,11 @@ class SafetensorsWriter:
                 f"{self.path}, key {shown(name)}: never written ({len(self._missing)} of "
                 f"{len(self.tensors)} are missing)."
             )
-        try:
-            os.fsync(self._fd)
-        except OSError as error:
-            raise self._unwritable(error) from error
-        finally:
-            self.abandon()
+        with self._opened() as fd:
+            os.fsync(fd)
 
-    def abandon(self) -> None:
-        """Closes the file as it is; what to do with it is the caller's matter."""
-        if self._fd >= 0:
-            fd, self._fd = self._fd, -1
-            os.close(fd)
+
+def _pwrite(fd: int, view: memoryview, start: int) -> None:
+    done = 0
+    while done < len(view):
+        done += os.pwrite(fd, view[done : done + (1 << 30)], start + done)
