@@ -1,5 +1,6 @@
 """Text to batches: sources, tokenizers, packing, pipeline (level 5)."""
 
+from moejax.data.hf_tokenizer import HfTokenizer
 from moejax.data.packing import Documents, PackedRows, tokenize_corpus
 from moejax.data.pipeline import (
     EvalBatches,
@@ -8,11 +9,13 @@ from moejax.data.pipeline import (
     make_train_iterator,
 )
 from moejax.data.sources import Corpus, load_corpus
+from moejax.data.stream_decode import StreamDecoder
+from moejax.data.tiktoken_bpe import TiktokenTokenizer
 from moejax.data.tokenize import (
     ByteTokenizer,
-    HfTokenizer,
     Tokenizer,
     get_tokenizer,
+    load_tokenizer,
     train_bpe,
     training_sample,
 )
@@ -24,10 +27,13 @@ __all__ = [
     "EvalBatches",
     "HfTokenizer",
     "PackedRows",
+    "StreamDecoder",
+    "TiktokenTokenizer",
     "Tokenizer",
     "TrainIterator",
     "get_tokenizer",
     "load_corpus",
+    "load_tokenizer",
     "make_eval_batches",
     "make_train_iterator",
     "tokenize_corpus",

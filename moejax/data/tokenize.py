@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, a byte-level BPE trained here, and any Hugging Face `tokenizer.json`."""
+"""Tokenizers: bytes, a byte-level BPE trained here, and those that models are published with."""
 
 import hashlib
 import os
@@ -13,12 +13,12 @@ from jaxtyping import Int
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from moejax.config import ConfigError, DataConfig
+from moejax.data.hf_tokenizer import END_OF_TEXT, HfTokenizer
 from moejax.data.sources import load_corpus
+from moejax.data.tiktoken_bpe import MODEL_FILE, TiktokenTokenizer
+from moejax.data.tokenizer_config import CONFIG_FILE, read_special_tokens
 
-END_OF_TEXT = "<|endoftext|>"
 CACHE_FILE = "tokenizer.json"
-# Names under which published tokenizers keep the token that ends a document, ours first.
-_END_NAMES = (END_OF_TEXT, "[EOS]", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 # A sixth of the standard library gives the bytes a token of all of it, in a sixth of the time.
 _SAMPLE_BYTES = 2_000_000
 # Merges stay inside a line, taken with the line ends and the indentation in front of it, but may
@@ -30,22 +30,31 @@ _PIECES = r"\n* *[^\n]+"
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What the data pipeline needs of a tokenizer.
+    """What training and generation need of a tokenizer.
 
     Attributes:
       name: for messages.
       vocab_size: token ids are below it.
       eos_id: the token put behind every document.
+      bos_id: the token that begins a text, None if the tokenizer has none.
+      pad_id: the token for padding, None if the tokenizer has none.
+      stop_ids: the tokens at which generation ends, `eos_id` first.
       sha256: equal exactly for tokenizers that give the same ids.
     """
 
     name: str
     vocab_size: int
     eos_id: int
+    bos_id: int | None
+    pad_id: int | None
+    stop_ids: tuple[int, ...]
     sha256: str
 
-    def encode(self, text: str) -> Int[np.ndarray, "T"]:
-        """Token ids of `text`, int32, without eos."""
+    def encode(self, text: str, *, specials: bool = False) -> Int[np.ndarray, "T"]:
+        """Token ids of `text`, int32, without eos; `specials` reads names of special tokens in it.
+
+        Without `specials` such a name is plain text: a document cannot end itself.
+        """
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -63,66 +72,49 @@ class ByteTokenizer:
     name = "byte"
     vocab_size = 257
     eos_id = 256
+    bos_id: int | None = None
+    pad_id: int | None = None
+    stop_ids: tuple[int, ...] = (256,)
+    is_bytewise = True
     sha256 = hashlib.sha256(b"utf-8 bytes, eos 256").hexdigest()
 
-    def encode(self, text: str) -> Int[np.ndarray, "T"]:
+    def encode(self, text: str, *, specials: bool = False) -> Int[np.ndarray, "T"]:
+        """The bytes; there are no names of special tokens that `specials` could read."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
+
+    def token_bytes(self, token: int) -> bytes:
+        return bytes([token]) if 0 <= token < 256 else b""
 
     def decode(self, ids: Int[np.ndarray, "T"]) -> str:
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
 
-class HfTokenizer:
-    """A `tokenizer.json` of the `tokenizers` library.
-
-    Nothing is added around a text (no begin token), and a special token's name inside a text is
-    plain text: a document cannot end itself.
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer of a model folder, or of one of its files.
 
     Args:
-      path: the file.
+      path: a `tokenizer.json`, a `tiktoken.model`, or a folder with one of them (the first wins).
+        `tokenizer_config.json` and `generation_config.json` beside it name the begin, end, padding
+        and stop tokens; a `tiktoken.model` needs the first of them.
     Raises:
-      ConfigError: the file is missing or damaged, or names no end-of-document token.
+      ConfigError: no such file, or one is damaged.
     """
-
-    def __init__(self, path: str | os.PathLike[str]):
-        self.name = str(path)
-        try:
-            data = Path(path).read_bytes()
-        except OSError as error:
-            raise ConfigError(f"tokenizer {path}: cannot be read ({error.strerror}).") from error
-        try:
-            self._hf = tokenizers.Tokenizer.from_str(data.decode())
-        except Exception as error:  # the library raises bare Exception
-            raise ConfigError(f"tokenizer {path}: not a tokenizer.json ({error}).") from error
-        self.sha256 = hashlib.sha256(data).hexdigest()
-        self._hf.no_padding()
-        self._hf.no_truncation()
-        self._hf.encode_special_tokens = True
-        vocab = self._hf.get_vocab(with_added_tokens=True)
-        # Not the number of tokens: published vocabularies have holes.
-        self.vocab_size = max(vocab.values()) + 1
-        known = [vocab[name] for name in _END_NAMES if name in vocab]
-        if not known:
-            raise ConfigError(
-                f"tokenizer {path}: no end-of-document token; one of {', '.join(_END_NAMES)} is "
-                "needed."
-            )
-        self.eos_id = known[0]
-
-    def encode(self, text: str) -> Int[np.ndarray, "T"]:
-        return np.asarray(self._hf.encode(text, add_special_tokens=False).ids, np.int32)
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        # The fast form leaves out the offsets into the text, which nothing here reads.
-        encoded = self._hf.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.asarray(one.ids, np.int32) for one in encoded]
-
-    def decode(self, ids: Int[np.ndarray, "T"]) -> str:
-        return self._hf.decode(np.asarray(ids).tolist(), skip_special_tokens=True)
+    path = Path(path)
+    if path.is_dir():
+        files = [path / name for name in (CACHE_FILE, MODEL_FILE) if (path / name).exists()]
+        if not files:
+            raise ConfigError(f"{path} has neither a {CACHE_FILE} nor a {MODEL_FILE}.")
+        path = files[0]
+    special = read_special_tokens(path.parent)
+    if path.suffix != ".model":
+        return HfTokenizer(path, special)
+    if not path.with_name(CONFIG_FILE).exists():
+        raise ConfigError(f"{path} needs {CONFIG_FILE} beside it: it names the special tokens.")
+    return TiktokenTokenizer(path, special)
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int, path: str | os.PathLike[str]) -> HfTokenizer:
@@ -175,7 +167,7 @@ def _write_at_once(path: Path, text: str) -> None:
 
 
 def get_tokenizer(cfg: DataConfig, workdir: str | os.PathLike[str] | None) -> Tokenizer:
-    """The tokenizer that `cfg.tokenizer` names: "byte", "bpe", or the path of a `tokenizer.json`.
+    """The tokenizer that `cfg.tokenizer` names: "byte", "bpe", or a path for `load_tokenizer`.
 
     "bpe" is trained once, on the training split, and kept as `workdir/tokenizer.json`: a run keeps
     its tokenizer whatever becomes of the text. Without a workdir it is trained anew and not kept.
@@ -188,10 +180,10 @@ def get_tokenizer(cfg: DataConfig, workdir: str | os.PathLike[str] | None) -> To
     if cfg.tokenizer != "bpe":
         if not os.path.exists(cfg.tokenizer):
             raise ConfigError(
-                f"data.tokenizer={cfg.tokenizer!r} is not a file that exists. Give 'byte', "
-                "'bpe', or the path of a tokenizer.json."
+                f"data.tokenizer={cfg.tokenizer!r} is not a file that exists. Give 'byte', 'bpe', "
+                "or the path of a tokenizer.json, of a tiktoken.model, or of their folder."
             )
-        return HfTokenizer(cfg.tokenizer)
+        return load_tokenizer(cfg.tokenizer)
     if workdir is None:
         with tempfile.TemporaryDirectory() as folder:
             return train_bpe(training_sample(cfg), cfg.bpe_vocab_size, Path(folder, CACHE_FILE))
