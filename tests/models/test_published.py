@@ -23,7 +23,7 @@ def result(name: str) -> running.Run:
     rows["labels"][1, -101:-1] = cases["b_labels"][0, 1:]  # labels of b that are ignored
     count = (rows["labels"][1] >= 0).sum()
     parts = model_parts(published.config(name))
-    params, balance = stacked(parts, published.weights(name))
+    params, balance = published.trees(name)
     return running.run(
         parts, params, balance, rows, loss_weight_B=np.array([0, 1 / count, 0], np.float32)
     )
@@ -91,7 +91,7 @@ def test_loss(name):
 @ALL
 def test_every_gradient_is_the_published_codes(name):
     parts = model_parts(published.config(name))
-    want, _ = stacked(parts, published.weights(name, "grads"))
+    want, _ = published.trees(name, "grads")
     got = result(name).grads
     for (path, w), g in zip(
         jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True
