@@ -197,27 +197,46 @@ def get_config() -> ConfigDict:
     c.mesh.dcn.tensor = 1
 
     c.data = ConfigDict()
-    # stdlib (Python's own source files), files, or synthetic [one of 'stdlib', 'files',
-    # 'synthetic']
+    # stdlib (Python's own source files), files, synthetic, parquet, hf_dataset (folders that
+    # datasets.save_to_disk wrote), array_record, or cache (what `moejax data prepare` wrote)
+    # [one of 'stdlib', 'files', 'synthetic', 'parquet', 'hf_dataset', 'array_record', 'cache']
     c.data.source = "stdlib"
-    # globs of .txt .md .py files (a document each) or .jsonl (a document a line)
+    # globs of what the source reads; files: .txt .md .py (a document each), .jsonl (one a line)
     c.data.paths = ()
-    # field of a .jsonl line that holds the text
+    # field of a .jsonl line or JSON record, or column of a table, that holds the text
     c.data.text_field = "text"
-    # path prefixes or folder names left out
+    # what an ArrayRecord's records are: text, json, or auto (by the first record of each file)
+    # [one of 'auto', 'text', 'json']
+    c.data.record_format = "auto"
+    # path prefixes or folder names left out of stdlib
     c.data.exclude = ("test/", "site-packages/")
+    # share of the documents held out, chosen by a hash of their name [> 0 and < 100]
+    c.data.validation_percent = 5.0
+    # globs of the held-out data; empty = a share of data.paths
+    c.data.validation_paths = ()
+    # hf_dataset folder with splits: the one to train on
+    c.data.train_split = "train"
+    # hf_dataset folder with splits: the one held out; a share of the other where it is not there
+    c.data.validation_split = "validation"
+    # documents of the synthetic source [>= 1]
+    c.data.synthetic_docs = 1000
+    # sources mixed by tokens, instead of the one above: ({"name": "web", "source": "parquet",
+    # "paths": ("web/*.parquet",), "weight": 0.7}, ...) with any of the fields above; on the
+    # command line as JSON, or as a .json file
+    c.data.mixture = ()
+    # passes over the data (of a mixture: over the source that is through first), after which the
+    # run ends; 0 = for ever [>= 0]
+    c.data.epochs = 0
+    # seed of the order of documents and rows; -1 = seed [>= -1 and < 2.14748e+09]
+    c.data.shuffle_seed = -1
     # byte, bpe (trained at first use), or the path of a tokenizer.json
     c.data.tokenizer = "bpe"
     # tokens of the trained BPE [>= 258]
     c.data.bpe_vocab_size = 512
-    # share of the documents held out, chosen by a hash of their path [> 0 and < 100]
-    c.data.validation_percent = 5.0
     # tokens in a packed row [>= 2]
     c.data.seq_len = 512
     # rows in an optimizer step, over all devices and microbatches [>= 1]
     c.data.batch_size = 16
-    # documents of the synthetic source [>= 1]
-    c.data.synthetic_docs = 1000
     # processes that prepare batches ahead; 0 = threads only [>= 0 and <= 64]
     c.data.num_workers = 0
     # batches prepared ahead [>= 1]
@@ -290,6 +309,10 @@ def get_config() -> ConfigDict:
     c.eval.batches = 0
     # rows of an evaluation batch; 0 = as in training [>= 0]
     c.eval.batch_size = 0
+    # more sets to evaluate on, by name: ({"name": "web", "source": "parquet", "paths":
+    # ("held_out.parquet",)}, ...) with the fields of data's sources, and "split": all, train or
+    # validation
+    c.eval.sets = ()
 
     c.checkpoint = ConfigDict()
     # steps between checkpoints; 0 = only at the end [>= 0]

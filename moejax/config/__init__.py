@@ -28,6 +28,8 @@ from moejax.config.run import (
     OptimConfig,
     ProfileConfig,
     RunConfig,
+    SourceConfig,
+    SourceFields,
     TrainConfig,
 )
 
@@ -49,6 +51,8 @@ __all__ = [
     "ProfileConfig",
     "RunConfig",
     "Section",
+    "SourceConfig",
+    "SourceFields",
     "TrainConfig",
     "allowed",
     "as_dict",

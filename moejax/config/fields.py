@@ -26,6 +26,7 @@ def setting(
     lt: float | None = None,
     choices: Iterable[str] | None = None,
     items: type | None = None,
+    section: type | None = None,
 ) -> Any:
     """A dataclass field with a default and a documented range.
 
@@ -34,6 +35,7 @@ def setting(
       ge, gt, le, lt: bounds of a number (inclusive or exclusive).
       choices: the allowed values of a string.
       items: type of every entry of a tuple.
+      section: the `Section` that every entry of a tuple becomes; entries are mappings in a config.
     """
     limits = {
         name: bound
@@ -44,6 +46,7 @@ def setting(
         "limits": limits,
         "choices": tuple(choices) if choices else None,
         "items": items,
+        "section": section,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -147,7 +150,9 @@ def build_section(cls: type, values: Mapping[str, Any], prefix: str = "") -> Any
     given = {}
     for name, value in values.items():
         default = _default_of(fields[name])
-        if isinstance(default, Section):
+        if entry := fields[name].metadata.get("section"):
+            given[name] = _entries(entry, value, prefix + name)
+        elif isinstance(default, Section):
             if not isinstance(value, Mapping):
                 raise ConfigError(
                     f"{prefix}{name} is a section with fields, not the value {value!r}."
@@ -156,6 +161,32 @@ def build_section(cls: type, values: Mapping[str, Any], prefix: str = "") -> Any
         else:
             given[name] = _coerce(prefix + name, value, default)
     return cls(**given)
+
+
+def _entries(cls: Any, value: Any, name: str) -> tuple[Any, ...]:
+    """Sections from a sequence of mappings, or from a mapping of name -> mapping."""
+    if isinstance(value, Mapping):
+        if not all(isinstance(entry, Mapping) for entry in value.values()):
+            raise ConfigError(f"{name} is a tuple of mappings, or maps a name to a mapping.")
+        value = [{"name": key, **entry} for key, entry in value.items()]
+    if not isinstance(value, list | tuple):
+        raise ConfigError(f"{name}={value!r} is not a tuple of mappings.")
+    made = []
+    for place, entry in enumerate(value):
+        if isinstance(entry, Section):
+            made.append(entry)
+            continue
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f"{name}[{place}]={entry!r} is not a mapping of fields.")
+        try:
+            made.append(build_section(cls, entry, f"{name}[{place}]."))
+        except ConfigError as error:
+            # A range is checked where the entry is made, which does not know its own place.
+            inside = str(error)
+            if inside.startswith(cls.path()):
+                inside = f"{name}[{place}].{inside.removeprefix(cls.path())}"
+            raise ConfigError(inside) from error
+    return tuple(made)
 
 
 def _default_of(field: dataclasses.Field) -> Any:
@@ -169,6 +200,8 @@ def as_dict(section: Section) -> dict[str, Any]:
     out = {}
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
+        if isinstance(value, tuple):
+            value = tuple(as_dict(item) if isinstance(item, Section) else item for item in value)
         out[field.name] = as_dict(value) if isinstance(value, Section) else value
     return out
 

@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import importlib.machinery
 import importlib.util
+import json
 import os
 import pathlib
 import sys
@@ -127,10 +128,9 @@ def _read(name: str, text: str, default: Any) -> Any:
         if kind in (int, float):
             return kind(text)
     if kind is tuple:
-        with contextlib.suppress(ValueError, SyntaxError):
-            value = ast.literal_eval(text)
-            if isinstance(value, tuple | list):
-                return tuple(value)
+        value = _read_tuple(name, text)
+        if isinstance(value, tuple | list | Mapping):
+            return value if isinstance(value, Mapping) else tuple(value)
     wanted = {
         bool: "true or false",
         int: "a whole number",
@@ -138,6 +138,19 @@ def _read(name: str, text: str, default: Any) -> Any:
         tuple: "a Python tuple such as ('a', 'b') or ('a',)",
     }
     raise ConfigError(f"{name}={text!r} is not {wanted[kind]}.")
+
+
+def _read_tuple(name: str, text: str) -> Any:
+    """What a Python tuple, a JSON list or object, or the .json file called `text` holds."""
+    if text.endswith(".json"):
+        try:
+            return json.loads(pathlib.Path(text).expanduser().read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{name}={text!r} is not a JSON file ({error}).") from error
+    for read in (ast.literal_eval, json.loads):
+        with contextlib.suppress(ValueError, SyntaxError):
+            return read(text)
+    return None
 
 
 def _find(config: str | os.PathLike[str]) -> pathlib.Path:

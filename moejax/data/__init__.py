@@ -1,14 +1,12 @@
 """Text to batches: sources, tokenizers, packing, pipeline (level 5)."""
 
+from moejax.data.corpus import Corpus
+from moejax.data.evaluation import EvalBatches, make_eval_batches, make_eval_sets
 from moejax.data.hf_tokenizer import HfTokenizer
 from moejax.data.packing import Documents, PackedRows, tokenize_corpus
-from moejax.data.pipeline import (
-    EvalBatches,
-    TrainIterator,
-    make_eval_batches,
-    make_train_iterator,
-)
-from moejax.data.sources import Corpus, load_corpus
+from moejax.data.pipeline import TrainIterator, make_train_iterator
+from moejax.data.prepare import Report, prepare
+from moejax.data.sources import load_corpus
 from moejax.data.stream_decode import StreamDecoder
 from moejax.data.tiktoken_bpe import TiktokenTokenizer
 from moejax.data.tokenize import (
@@ -27,6 +25,7 @@ __all__ = [
     "EvalBatches",
     "HfTokenizer",
     "PackedRows",
+    "Report",
     "StreamDecoder",
     "TiktokenTokenizer",
     "Tokenizer",
@@ -35,7 +34,9 @@ __all__ = [
     "load_corpus",
     "load_tokenizer",
     "make_eval_batches",
+    "make_eval_sets",
     "make_train_iterator",
+    "prepare",
     "tokenize_corpus",
     "train_bpe",
     "training_sample",

@@ -7,11 +7,13 @@ lengths.
 """
 
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Integer
 
-from moejax.data.sources import Corpus
+from moejax.data.cache import TokenShards
+from moejax.data.corpus import CHUNK, Corpus, LazyTexts
 from moejax.data.tokenize import Tokenizer
 
 IGNORED = -100
@@ -23,13 +25,13 @@ class Documents:
     """Tokenized documents, end to end.
 
     Attributes:
-      tokens: int32, every document's tokens, each closed by eos.
+      tokens: every document's tokens, each closed by eos; an array, or mapped files.
       starts: int64, where document i begins; one more entry than documents, the last is the number
         of tokens.
       eos_id: the closing token, which also stands where a row is padded.
     """
 
-    tokens: Int[np.ndarray, "M"]
+    tokens: Integer[np.ndarray, "M"] | TokenShards
     starts: Int[np.ndarray, "X"]
     eos_id: int
 
@@ -52,9 +54,43 @@ class Documents:
         return cls(tokens, starts, eos_id)
 
 
+def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
+    """The smallest type that keeps the ids: uint16 up to 65,536 tokens, else uint32."""
+    return np.uint16 if vocab_size <= 2**16 else np.uint32
+
+
 def tokenize_corpus(tokenizer: Tokenizer, corpus: Corpus) -> Documents:
-    """All documents of `corpus` as tokens, in its order."""
+    """All documents of `corpus` as tokens, in its order; those of a cache stay in their files.
+
+    Raises:
+      ConfigError: a cache was made with another tokenizer.
+    """
+    if corpus.parts:
+        return _joined([tokenize_corpus(tokenizer, part) for part in corpus.parts])
+    if corpus.cache is not None:
+        corpus.cache.check(tokenizer)
+        starts = np.zeros(len(corpus) + 1, np.int64)
+        np.cumsum(corpus.cache.lengths, out=starts[1:])
+        return Documents(corpus.cache.tokens, starts, tokenizer.eos_id)
+    if isinstance(corpus.texts, LazyTexts):
+        # Chunk by chunk, so that the texts are never in memory together.
+        dtype, chunks = token_dtype(tokenizer.vocab_size), []
+        for at in range(0, len(corpus), CHUNK):
+            encoded = tokenizer.encode_batch(corpus.texts[at : at + CHUNK])
+            chunk = Documents.from_token_lists(encoded, tokenizer.eos_id)
+            chunks.append(dataclasses.replace(chunk, tokens=chunk.tokens[:].astype(dtype)))
+        return _joined(chunks)
     return Documents.from_token_lists(tokenizer.encode_batch(corpus.texts), tokenizer.eos_id)
+
+
+def _joined(parts: list[Documents]) -> Documents:
+    """The documents of several, one behind the other; no token is copied."""
+    arrays: list[np.ndarray] = []
+    for part in parts:
+        arrays += part.tokens.parts if isinstance(part.tokens, TokenShards) else [part.tokens]
+    starts = np.zeros(1 + sum(len(part) for part in parts), np.int64)
+    np.cumsum(np.concatenate([part.lengths for part in parts]), out=starts[1:])
+    return Documents(TokenShards(arrays), starts, parts[0].eos_id)
 
 
 class PackedRows:
@@ -82,10 +118,11 @@ class PackedRows:
           stands in front because ids must not decrease); `labels`, the next token of the same
           segment, -100 where there is none.
         """
-        pieces = self._pieces(index)
+        pieces = [self._documents.tokens[start:stop] for _, start, stop in self._pieces(index)]
         lengths = np.array([len(piece) for piece in pieces])
         padding = self._seq_len - lengths.sum()
-        tokens = np.concatenate([np.full(padding, self._documents.eos_id, np.int32), *pieces])
+        tokens = np.concatenate([np.full(padding, self._documents.eos_id), *pieces])
+        tokens = tokens.astype(np.int32)
         segment_ids = np.repeat(np.arange(len(pieces) + 1, dtype=np.int32), [padding, *lengths])
         return {
             "tokens": tokens,
@@ -93,20 +130,27 @@ class PackedRows:
             "labels": next_token_labels(tokens, segment_ids),
         }
 
-    def _pieces(self, index: int) -> list[np.ndarray]:
-        """The parts of documents that stand in row `index`."""
+    def document_ids(self, index: int) -> Int[np.ndarray, "T"]:
+        """Which document each token of row `index` is of; -1 where the row is padded."""
+        pieces = list(self._pieces(index))
+        lengths = [stop - start for _, start, stop in pieces]
+        documents = [-1, *(document for document, _, _ in pieces)]
+        padding = self._seq_len - sum(lengths)
+        return np.repeat(np.asarray(documents, np.int32), [padding, *lengths])
+
+    def _pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
+        """The parts of documents in row `index`: (document, start, stop) in the tokens."""
         if not 0 <= index < self.num_rows:
             raise IndexError(f"row {index} of {self.num_rows}")
         at, stop = index * self._seq_len, min((index + 1) * self._seq_len, self.num_tokens)
-        place, pieces = int(np.searchsorted(self._ends, at, side="right")), []
+        place = int(np.searchsorted(self._ends, at, side="right"))
         while at < stop:
-            end = int(self._ends[place])
+            end, document = int(self._ends[place]), int(self._order[place])
             # Counted back from the document's end, its place in the stream needs no second table.
-            source = int(self._documents.starts[self._order[place] + 1]) - (end - at)
+            start = int(self._documents.starts[document + 1]) - (end - at)
             size = min(end, stop) - at
-            pieces.append(self._documents.tokens[source : source + size])
+            yield document, start, start + size
             at, place = at + size, place + 1
-        return pieces
 
 
 def next_token_labels(

@@ -1,4 +1,4 @@
-"""Batches: for training endless and resumable to the bit, for evaluation each token once."""
+"""Training batches: through Grain with prefetch, resumable to the bit."""
 
 from __future__ import annotations
 
@@ -10,77 +10,21 @@ import numpy as np
 from absl import flags
 
 from moejax.config import ConfigError, DataConfig
-from moejax.data.packing import Documents, PackedRows, Row, padding_row, tokenize_corpus
-from moejax.data.sources import Corpus
+from moejax.data.corpus import Corpus, split_hash
+from moejax.data.evaluation import Batch, Shard, stack
+from moejax.data.packing import tokenize_corpus
+from moejax.data.rows import MixedRows, Rows, ShuffledRows
 from moejax.data.tokenize import Tokenizer
-
-Batch = dict[str, np.ndarray]
-Shard = tuple[int, int]
 
 _STATE_FORMAT = 1
 # More than any run takes; Grain wants a length.
 _ENDLESS = 1 << 40
-_DOCUMENT_ORDER, _ROW_ORDER = 0, 1
-
-
-class ShuffledRows:
-    """Row n of an endless training stream, for any n, always the same.
-
-    Epoch e takes the documents in an order drawn from (seed, e), packs them, and takes the rows in
-    a second drawn order, so that a batch mixes documents. The last row, short, is left out: each
-    epoch leaves out other tokens.
-
-    Args:
-      documents: the training split.
-      seq_len: T.
-      seed: of both orders.
-    Raises:
-      ConfigError: the documents do not fill one row.
-    """
-
-    def __init__(self, documents: Documents, seq_len: int, seed: int):
-        self._documents, self._seq_len, self._seed = documents, seq_len, seed
-        self.rows_per_epoch = len(documents.tokens) // seq_len
-        if not self.rows_per_epoch:
-            raise ConfigError(
-                f"the training split has {len(documents.tokens)} tokens, less than one row of "
-                f"data.seq_len={seq_len}. Give more text, or set data.seq_len to at most "
-                f"{len(documents.tokens)}."
-            )
-        self._epochs: dict[int, tuple[PackedRows, np.ndarray]] = {}
-
-    def __getitem__(self, n: int) -> Row:
-        epoch, place = divmod(n, self.rows_per_epoch)
-        packed, order = self._epoch(epoch)
-        return packed.row(int(order[place]))
-
-    def _epoch(self, epoch: int) -> tuple[PackedRows, np.ndarray]:
-        found = self._epochs.get(epoch)
-        if found is None:
-            documents = _drawn_order(len(self._documents), self._seed, epoch, _DOCUMENT_ORDER)
-            rows = _drawn_order(self.rows_per_epoch, self._seed, epoch, _ROW_ORDER)
-            found = PackedRows(self._documents, documents, self._seq_len), rows
-            # Prefetch threads stand in two epochs at most. The table is replaced, never changed:
-            # readers need no lock.
-            before = {e: old for e, old in self._epochs.items() if e == epoch - 1}
-            self._epochs = before | {epoch: found}
-        return found
-
-
-def _drawn_order(count: int, seed: int, epoch: int, which: int) -> np.ndarray:
-    """A permutation of range(count), from raw Philox words, which NumPy never changes."""
-    words = np.random.Philox(np.random.SeedSequence([seed, epoch, which])).random_raw(count)
-    return np.argsort(words, kind="stable")
-
-
-def _stack(rows: list[Row]) -> Batch:
-    return {key: np.stack([row[key] for row in rows]) for key in rows[0]}
 
 
 class _BatchAt:
     """This process's rows of global batch `step`; a class, so that it can be sent to workers."""
 
-    def __init__(self, rows: ShuffledRows, first_row: int, batch_size: int, shard: Shard):
+    def __init__(self, rows: Rows, first_row: int, batch_size: int, shard: Shard):
         self._rows, self._first_row = rows, first_row
         self._batch_size, self._shard = batch_size, shard
 
@@ -88,15 +32,13 @@ class _BatchAt:
         index, count = self._shard
         local = self._batch_size // count
         start = self._first_row + step * self._batch_size + index * local
-        return _stack([self._rows[n] for n in range(start, start + local)])
+        return stack([self._rows[n] for n in range(start, start + local)])
 
 
 class TrainIterator(Iterator[Batch]):
-    """Endless batches with a position; made by :func:`make_train_iterator`."""
+    """Batches with a position; made by :func:`make_train_iterator`."""
 
-    def __init__(
-        self, cfg: DataConfig, rows: ShuffledRows, identity: Mapping[str, Any], shard: Shard
-    ):
+    def __init__(self, cfg: DataConfig, rows: Rows, identity: Mapping[str, Any], shard: Shard):
         self._cfg, self._rows, self._identity, self._shard = cfg, rows, dict(identity), shard
         self._batches: grain.DatasetIterator | None = None
         self._start(first_row=0)
@@ -106,7 +48,8 @@ class TrainIterator(Iterator[Batch]):
         self.close()
         self._consumed = first_row
         batch_at = _BatchAt(self._rows, first_row, self._cfg.batch_size, self._shard)
-        batches = grain.MapDataset.range(_ENDLESS).map(batch_at)
+        left = self.batches_left
+        batches = grain.MapDataset.range(_ENDLESS if left is None else max(left, 1)).map(batch_at)
         read = grain.ReadOptions(
             num_threads=min(2, self._cfg.prefetch), prefetch_buffer_size=self._cfg.prefetch
         )
@@ -122,7 +65,16 @@ class TrainIterator(Iterator[Batch]):
             dataset = dataset.mp_prefetch(options)
         self._dataset = dataset
 
+    @property
+    def batches_left(self) -> int | None:
+        """Batches until the data is used up, the last filled with padding; None = endless."""
+        if self._rows.num_rows is None:
+            return None
+        return max(0, -(-(self._rows.num_rows - self._consumed) // self._cfg.batch_size))
+
     def __next__(self) -> Batch:
+        if self.batches_left == 0:
+            raise StopIteration
         if self._batches is None:
             self._batches = iter(self._dataset)
         batch = next(self._batches)
@@ -137,13 +89,21 @@ class TrainIterator(Iterator[Batch]):
 
         It counts global rows, so it is the same in every process and for every number of processes.
         """
-        return {
+        state = {
             "format": _STATE_FORMAT,
             "rows": self._consumed,
             "rows_per_epoch": self._rows.rows_per_epoch,
             "seq_len": self._cfg.seq_len,
             **self._identity,
         }
+        if isinstance(self._rows, MixedRows):
+            state["mixture"] = {
+                "weights": self._rows.weights,
+                "base": self._rows.base,
+                "member_rows": self._rows.member_rows(self._consumed),
+                "member_rows_per_epoch": self._rows.member_rows_per_epoch(),
+            }
+        return state
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Goes on behind the position that `state` names.
@@ -151,6 +111,8 @@ class TrainIterator(Iterator[Batch]):
         With the same text, tokenizer, seq_len and seed the next row is the very next one, whatever
         the batch size. Otherwise the run goes on in the same epoch at the same share of it: rows
         are cut anew then, so up to the end of this epoch some text comes twice and some not at all.
+        When the weights or the members of a mixture changed, each member goes on where it stood,
+        and new ones begin.
 
         Raises:
           ConfigError: not a state of this pipeline.
@@ -166,13 +128,15 @@ class TrainIterator(Iterator[Batch]):
                 f"data position has format {known!r}, rows {rows} of {old}; only format "
                 f"{_STATE_FORMAT} is read."
             )
-        new = self._rows.rows_per_epoch
-        epoch, place = divmod(rows, old)
-        self._start(epoch * new + place * new // old)
+        if isinstance(self._rows, MixedRows):
+            self._start(_mixture_start(self._rows, rows, state.get("mixture")))
+            return
+        # A mixture counts its epochs otherwise: a single source that follows one begins anew.
+        self._start(0 if "mixture" in state else _same_share(rows, old, self._rows.rows_per_epoch))
 
     @property
     def epoch(self) -> float:
-        """Passes over the training split so far."""
+        """Passes over the training split so far; of a mixture, by the first member through."""
         return self._consumed / self._rows.rows_per_epoch
 
     def close(self) -> None:
@@ -191,20 +155,21 @@ def make_train_iterator(
     start_state: Mapping[str, Any] | None = None,
     shard: Shard = (0, 1),
 ) -> TrainIterator:
-    """Endless training batches of packed rows.
+    """Training batches of packed rows: endless, or so many epochs.
 
     Args:
-      cfg: `seq_len`, `batch_size` (rows of the global batch), `num_workers` (processes, 0 = none)
-        and `prefetch` (batches made ahead, in each worker) are read.
+      cfg: `seq_len`, `batch_size` (rows of the global batch), `epochs`, `shuffle_seed`, `mixture`,
+        `num_workers` (processes, 0 = none) and `prefetch` (batches made ahead, in each worker) are
+        read.
       tokenizer: its ids stand in the rows.
       corpus: the training split.
-      seed: of the order of documents and rows.
+      seed: of the order of documents and rows, where `cfg.shuffle_seed` is -1.
       start_state: what `get_state` gave; None starts at the beginning.
       shard: (index, count): this process yields the index-th of `count` equal parts of every global
         batch's rows.
     Returns:
       An iterator of dicts of int32 arrays [batch_size / count, seq_len] (see `PackedRows.row`),
-      with `get_state`, `set_state`, `epoch` and `close`.
+      with `get_state`, `set_state`, `epoch`, `batches_left` and `close`.
     Raises:
       ConfigError: the text does not fill a row, or the batch does not divide over the processes.
     """
@@ -214,7 +179,12 @@ def make_train_iterator(
             f"data.batch_size={cfg.batch_size} does not divide over {count} processes "
             f"(this is process {index}). Use a multiple of {count}."
         )
-    rows = ShuffledRows(tokenize_corpus(tokenizer, corpus), cfg.seq_len, seed)
+    seed = seed if cfg.shuffle_seed < 0 else cfg.shuffle_seed
+    rows: Rows
+    if cfg.mixture:
+        rows = _mixed_rows(cfg, tokenizer, corpus, seed)
+    else:
+        rows = ShuffledRows(tokenize_corpus(tokenizer, corpus), cfg.seq_len, seed, cfg.epochs)
     identity = {"seed": seed, "corpus_sha256": corpus.sha256, "tokenizer_sha256": tokenizer.sha256}
     iterator = TrainIterator(cfg, rows, identity, shard)
     if start_state is not None:
@@ -222,64 +192,44 @@ def make_train_iterator(
     return iterator
 
 
-class EvalBatches:
-    """A whole split in fixed order, to be iterated as often as wanted.
-
-    Attributes:
-      num_bytes: bytes of the split's texts.
-      num_tokens: its tokens, every document's eos counted.
-      num_labels: positions that have a label; a row's first token and a document's first have none.
-      bytes_per_token: num_bytes / num_tokens.
-    """
-
-    def __init__(
-        self, documents: Documents, seq_len: int, batch_size: int, num_bytes: int, shard: Shard
-    ):
-        self._rows = PackedRows(documents, np.arange(len(documents)), seq_len)
-        self._padding = padding_row(seq_len, documents.eos_id)
-        self._batch_size, self._shard = batch_size, shard
-        self.num_bytes, self.num_tokens = num_bytes, self._rows.num_tokens
-        self.bytes_per_token = num_bytes / self.num_tokens
-        # A segment loses one label, its last: as many segments as there are borders of documents or
-        # of rows.
-        borders = np.union1d(documents.starts[:-1], np.arange(0, self.num_tokens, seq_len))
-        self.num_labels = self.num_tokens - len(borders)
-
-    def __len__(self) -> int:
-        return -(-self._rows.num_rows // self._batch_size)
-
-    def __iter__(self) -> Iterator[Batch]:
-        index, count = self._shard
-        local = self._batch_size // count
-        for step in range(len(self)):
-            start = step * self._batch_size + index * local
-            yield _stack([self._row(n) for n in range(start, start + local)])
-
-    def _row(self, n: int) -> Row:
-        return self._rows.row(n) if n < self._rows.num_rows else self._padding
-
-    def nats_per_byte(self, nats_per_token: float) -> float:
-        """Mean loss a label -> a byte: nats_per_token / bytes_per_token.
-
-        The unlabelled tokens are so charged the mean, and eos counts as a token that holds no byte.
-        """
-        return nats_per_token / self.bytes_per_token
-
-
-def make_eval_batches(
-    cfg: DataConfig, tokenizer: Tokenizer, corpus: Corpus, batch_size: int, *, shard: Shard = (0, 1)
-) -> EvalBatches:
-    """Batches [batch_size / count, seq_len] over all of `corpus`, each token once.
-
-    Documents keep the corpus' order. The last row is padded in front and the last batch filled with
-    rows of padding (segment 0, labels -100), so every batch has one shape.
-
-    Raises:
-      ConfigError: `batch_size` does not divide over the processes of `shard`.
-    """
-    if batch_size % shard[1]:
-        raise ConfigError(
-            f"eval.batch_size={batch_size} does not divide over {shard[1]} processes."
+def _mixed_rows(cfg: DataConfig, tokenizer: Tokenizer, corpus: Corpus, seed: int) -> MixedRows:
+    """The members of `cfg.mixture`, whose documents are the parts of `corpus`."""
+    members = {}
+    for member, part in zip(cfg.mixture, corpus.parts, strict=True):
+        # By its name a member keeps its order when others join or leave.
+        own = int(split_hash(member.name) / 100 * 2**32)
+        documents = tokenize_corpus(tokenizer, part)
+        members[member.name] = ShuffledRows(
+            documents, cfg.seq_len, (seed, own), cfg.epochs, member.name
         )
-    documents = tokenize_corpus(tokenizer, corpus)
-    return EvalBatches(documents, cfg.seq_len, batch_size, corpus.num_bytes, shard)
+    return MixedRows(members, {member.name: member.weight for member in cfg.mixture})
+
+
+def _same_share(rows: int, old: int, new: int) -> int:
+    """Row of the same share of the same epoch, when an epoch has `new` rows instead of `old`."""
+    epoch, place = divmod(rows, old)
+    return epoch * new + place * new // old
+
+
+def _mixture_start(rows: MixedRows, consumed: int, saved: Any) -> int:
+    """Puts the members of `rows` where a saved position left them. Returns the row to go on at."""
+    if saved is None:  # the run had a single source
+        rows.start({})
+        return 0
+    per_epoch = rows.member_rows_per_epoch()
+    try:
+        before = {name: int(count) for name, count in saved["member_rows_per_epoch"].items()}
+        if saved["weights"] == rows.weights and before == per_epoch:
+            rows.start(saved["base"])
+            return consumed
+        stood = {name: int(count) for name, count in saved["member_rows"].items()}
+        rows.start(
+            {
+                name: _same_share(stood[name], before[name], count)
+                for name, count in per_epoch.items()
+                if name in stood
+            }
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"data position {saved!r} is none of a mixture ({error}).") from error
+    return 0

@@ -1,222 +1,161 @@
-"""Where text comes from: the standard library's own files, the user's files, or generated text.
-
-Every source gives named documents. A hash of the name alone says whether a document belongs to the
-training or to the validation split, so adding a document moves no other, and no name is ever in
-both.
-"""
+"""Where text comes from: every source gives named documents, in memory or where they lie."""
 
 from __future__ import annotations
 
-import dataclasses
-import glob
-import hashlib
-import json
-import os
-import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal, TypeVar
 
-from moejax.config import ConfigError, DataConfig
+from moejax.config import ConfigError, DataConfig, SourceFields
+from moejax.data.cache import open_cache
+from moejax.data.corpus import Corpus, LazyTexts, Reader, Split, in_split, split_hash, split_indices
+from moejax.data.paths import matches
+from moejax.data.records import RecordReader
 from moejax.data.synthetic import synthetic_document
+from moejax.data.tables import HfReader, ParquetReader, splits_of
+from moejax.data.text_files import TEXT_SUFFIXES, file_documents, stdlib_documents
 
-Split = Literal["train", "validation"]
-
-TEXT_SUFFIXES = (".txt", ".py", ".md")
-# Written when an interpreter is built: they hold its paths, and would give each machine its own
-# corpus.
-_BUILD_FILES = ("_sysconfigdata", "config-")
-
-
-@dataclasses.dataclass(frozen=True)
-class Corpus:
-    """The documents of one split, in the order of their names.
-
-    Attributes:
-      name: what the source was, for messages.
-      names: one name a document: its relative path, for .jsonl with `:line`.
-      texts: one text a document, never empty.
-      num_bytes: bytes of all texts in UTF-8.
-      sha256: hash over every name and text; equal exactly when the split holds the same documents.
-    """
-
-    name: str
-    names: tuple[str, ...]
-    texts: tuple[str, ...]
-    num_bytes: int
-    sha256: str
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-    @classmethod
-    def from_documents(cls, name: str, documents: Iterable[tuple[str, str]]) -> Corpus:
-        """A corpus of (name, text) pairs; sorts them and drops empty texts."""
-        kept = sorted((doc, text) for doc, text in documents if text)
-        digest, num_bytes = hashlib.sha256(), 0
-        for doc, text in kept:
-            data = text.encode()
-            num_bytes += len(data)
-            # Lengths go in as well: without them a byte could move from the name to the text
-            # unseen.
-            digest.update(f"{len(doc.encode())} {len(data)} {doc}".encode() + data)
-        names, texts = tuple(doc for doc, _ in kept), tuple(text for _, text in kept)
-        return cls(name, names, texts, num_bytes, digest.hexdigest())
+__all__ = [
+    "TEXT_SUFFIXES",
+    "Corpus",
+    "Split",
+    "describe",
+    "in_split",
+    "load_corpus",
+    "open_documents",
+    "split_hash",
+]
 
 
-def load_corpus(cfg: DataConfig, split: Split) -> Corpus:
-    """The documents of `split` from the configured source.
+def load_corpus(cfg: SourceFields, split: Split) -> Corpus:
+    """The documents of `split` from the configured source, or from all members of a mixture.
+
+    Reads every document once, for the number of bytes and the hash (a cache knows both). Sources
+    with random access then leave the texts where they are.
 
     Args:
-      cfg: the data section; `source`, `paths`, `text_field`, `exclude`, `validation_percent` and
-        `synthetic_docs` are read.
-      split: "train" or "validation".
+      cfg: the data section, or one source; the fields of `SourceFields` and `mixture` are read.
+      split: "train", "validation", or "all" (what is named by `paths`).
     Raises:
       ConfigError: a file is missing, unreadable or malformed, or the split holds no text.
     """
-    read = {"stdlib": _stdlib, "files": _files, "synthetic": _synthetic}[cfg.source]
-    name = f"files {', '.join(cfg.paths)}" if cfg.source == "files" else cfg.source
-    corpus = Corpus.from_documents(name, read(cfg, split))
-    if not corpus.texts:
+    if isinstance(cfg, DataConfig) and cfg.mixture:
+        return Corpus.join([load_corpus(member, split) for member in cfg.mixture])
+    if cfg.source == "cache":
+        corpus = open_cache(cfg.paths, split)
+    else:
+        documents = open_documents(cfg, split)
+        if isinstance(documents, LazyTexts):
+            corpus = Corpus.from_reader(describe(cfg), documents)
+        else:
+            corpus = Corpus.from_documents(describe(cfg), documents)
+    if not len(corpus):
         raise ConfigError(
-            f"data source {name} holds no text for the {split} split. Give more documents "
+            f"data source {corpus.name} holds no text for the {split} split. Give more documents "
             f"(two at least), or change data.validation_percent={cfg.validation_percent:g}."
         )
     return corpus
 
 
-def split_hash(name: str) -> float:
-    """Where a document's name falls in [0, 100); validation takes the low end."""
-    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64 * 100
+def describe(cfg: SourceFields) -> str:
+    """The source in words, for messages."""
+    with_paths = cfg.source not in ("stdlib", "synthetic")
+    return f"{cfg.source} {', '.join(cfg.paths)}" if with_paths else cfg.source
 
 
-_T = TypeVar("_T")
+def open_documents(cfg: SourceFields, split: Split) -> LazyTexts | Iterable[tuple[str, str]]:
+    """A source before it is read: texts where they lie, or (name, text) pairs.
 
-
-def in_split(
-    items: Iterable[_T], name_of: Callable[[_T], str], split: Split, percent: float
-) -> list[_T]:
-    """The items whose name falls into `split`.
-
-    Of two or more items at least one goes to either split: where the hash leaves a split empty,
-    the item nearest to it fills it.
+    Raises:
+      ConfigError: a file is missing, damaged, or lacks the text column.
     """
-    places = [(split_hash(name_of(item)), name_of(item), item) for item in items]
-    placed = sorted(places, key=lambda place: place[:2])
-    cut = sum(place < percent for place, _, _ in placed)
-    if len(placed) >= 2:
-        cut = min(max(cut, 1), len(placed) - 1)
-    return [item for _, _, item in (placed[:cut] if split == "validation" else placed[cut:])]
-
-
-def _stdlib(cfg: DataConfig, split: Split) -> Iterator[tuple[str, str]]:
-    """The standard library's .py files that decode as UTF-8."""
-    root = sysconfig.get_paths()["stdlib"]
-    names = [name for name in _python_files(root) if not _excluded(name, cfg.exclude)]
-    for name in in_split(names, str, split, cfg.validation_percent):
-        try:
-            yield name, Path(root, name).read_bytes().decode()
-        except UnicodeDecodeError:
-            continue
-
-
-def _python_files(root: str) -> Iterator[str]:
-    for folder, _, files in os.walk(root):
-        for file in files:
-            name = Path(folder, file).relative_to(root).as_posix()
-            if file.endswith(".py") and not name.startswith(_BUILD_FILES):
-                yield name
-
-
-def _excluded(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern stands in the path from a component on; `test/` names `tests/` too."""
-    path = "/" + name
-    for pattern in patterns:
-        plural = pattern[:-1] + "s/" if pattern.endswith("/") else pattern
-        if f"/{pattern}" in path or f"/{plural}" in path:
-            return True
-    return False
-
-
-def _files(cfg: DataConfig, split: Split) -> list[tuple[str, str]]:
-    """The files that `cfg.paths` name: one document a text file, one a line of .jsonl."""
+    if cfg.source in ("stdlib", "synthetic"):
+        read = stdlib_documents if cfg.source == "stdlib" else _synthetic
+        return read(cfg, split)
     if not cfg.paths:
         raise ConfigError(
-            "data.source='files' needs data.paths, for example data.paths=('texts/*.txt',)."
+            f"data.source={cfg.source!r} needs data.paths, for example "
+            f"data.paths=('{_EXAMPLES[cfg.source]}',)."
         )
-    documents = [
-        doc
-        for path, name in _matches(cfg.paths).items()
-        for doc in _read(path, name, cfg.text_field)
-    ]
-    if not documents:
-        raise ConfigError(f"data.paths={cfg.paths!r} hold no text: every file is empty.")
-    return in_split(documents, lambda doc: doc[0], split, cfg.validation_percent)
+    if cfg.source == "files":
+        return file_documents(cfg, split)
+    return _hf_dataset(cfg, split) if cfg.source == "hf_dataset" else _tables(cfg, split)
 
 
-def _matches(patterns: Iterable[str]) -> dict[str, str]:
-    """Path of every file that matches -> its name, the path below the pattern's fixed folder."""
-    found: dict[str, str] = {}
-    for pattern in patterns:
-        full = os.path.expanduser(pattern)
-        paths = [full] if os.path.exists(full) else sorted(glob.glob(full, recursive=True))
-        paths = [path for path in paths if os.path.isfile(path)]
-        if not paths:
-            raise ConfigError(
-                f"data.paths: {pattern!r} names no file. Give a file that exists, or a glob that "
-                "matches."
-            )
-        root = _fixed_folder(full)
-        for path in paths:
-            found.setdefault(os.path.realpath(path), Path(os.path.relpath(path, root)).as_posix())
-    return found
+_EXAMPLES = {
+    "files": "texts/*.txt",
+    "parquet": "data/*.parquet",
+    "hf_dataset": "saved_dataset",
+    "array_record": "data/*.array_record",
+}
 
 
-def _fixed_folder(pattern: str) -> str:
-    folder = os.path.dirname(pattern)
-    while glob.has_magic(folder):
-        folder = os.path.dirname(folder)
-    return folder or "."
-
-
-def _read(path: str, name: str, field: str) -> Iterator[tuple[str, str]]:
-    """The (name, text) documents of one file."""
-    suffix = os.path.splitext(path)[1]
-    if suffix != ".jsonl" and suffix not in TEXT_SUFFIXES:
-        raise ConfigError(
-            f"{path}: {suffix or 'no suffix'} is not read; use one of "
-            f"{', '.join(TEXT_SUFFIXES)}, .jsonl."
-        )
-    try:
-        text = Path(path).read_bytes().decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text ({error}).") from error
-    if suffix != ".jsonl":
-        if text:
-            yield name, text
-        return
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield f"{name}:{number}", _json_text(path, number, line, field)
-
-
-def _json_text(path: str, number: int, line: str, field: str) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {number}: not JSON ({error}).") from error
-    if not isinstance(record, dict) or not isinstance(record.get(field), str):
-        known = ", ".join(sorted(record)) if isinstance(record, dict) else type(record).__name__
-        raise ConfigError(
-            f"{path}, line {number}: no text in field {field!r} (the line has: {known}). "
-            "Set data.text_field."
-        )
-    return record[field]
-
-
-def _synthetic(cfg: DataConfig, split: Split) -> list[tuple[str, str]]:
+def _synthetic(cfg: SourceFields, split: Split) -> list[tuple[str, str]]:
     """Generated documents, the same on every machine."""
     names = [f"synthetic-{i:06d}" for i in range(cfg.synthetic_docs)]
     chosen = in_split(names, str, split, cfg.validation_percent)
     return [(name, synthetic_document(int(name[-6:]))) for name in chosen]
+
+
+def _tables(cfg: SourceFields, split: Split) -> LazyTexts:
+    """Parquet or ArrayRecord files, the held-out ones named or chosen by hash."""
+
+    def open_(paths: tuple[str, ...], field: str) -> Reader:
+        files = matches(paths, field=f"data.{field}")
+        if cfg.source == "parquet":
+            return ParquetReader(files, cfg.text_field)
+        return RecordReader(files, cfg.text_field, cfg.record_format)
+
+    return _texts(cfg, split, open_)
+
+
+def _texts(
+    cfg: SourceFields, split: Split, open_: Callable[[tuple[str, ...], str], Reader]
+) -> LazyTexts:
+    if not cfg.validation_paths:
+        reader = open_(cfg.paths, "paths")
+        return LazyTexts(reader, split_indices(reader, split, cfg.validation_percent))
+    held_out = split == "validation"
+    reader = open_(
+        cfg.validation_paths if held_out else cfg.paths, "validation_paths" if held_out else "paths"
+    )
+    return LazyTexts(reader, split_indices(reader, "all", 0.0))
+
+
+def _hf_dataset(cfg: SourceFields, split: Split) -> LazyTexts:
+    """Saved datasets; where each has a held-out split of its own, that is the validation split."""
+    folders = matches(cfg.paths, what="folder")
+    splits = {folder: splits_of(folder) for folder in folders}
+    own = [folder for folder, names in splits.items() if cfg.validation_split in (names or ())]
+    if own and not cfg.validation_paths and len(own) < len(folders):
+        other = next(folder for folder in folders if folder not in own)
+        raise ConfigError(
+            f"{own[0]} has a split {cfg.validation_split!r} and {other} has none: name the "
+            "held-out data with data.validation_paths, or set data.validation_split=''."
+        )
+    explicit = bool(own) and not cfg.validation_paths
+    wanted = cfg.validation_split if explicit and split == "validation" else cfg.train_split
+
+    def open_(paths: tuple[str, ...], field: str) -> Reader:
+        found = matches(paths, what="folder", field=f"data.{field}")
+        name = cfg.validation_split if field == "validation_paths" else wanted
+        return HfReader(
+            dict(_member(path, short, name) for path, short in found.items()), cfg.text_field
+        )
+
+    if explicit:
+        reader = open_(cfg.paths, "paths")
+        return LazyTexts(reader, split_indices(reader, "all", 0.0))
+    return _texts(cfg, split, open_)
+
+
+def _member(folder: str, name: str, split: str) -> tuple[str, str]:
+    """The dataset to read in `folder`: itself, or the split of it."""
+    splits = splits_of(folder)
+    if splits is None:
+        return folder, name
+    if split not in splits:
+        raise ConfigError(
+            f"{folder} has no split {split!r}; it has {', '.join(splits)}. "
+            "Set data.train_split or data.validation_split."
+        )
+    return str(Path(folder, split)), f"{name}/{split}"

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moejax.config import ConfigError, DataConfig
+from moejax.data.evaluation import make_eval_batches
 from moejax.data.packing import tokenize_corpus
-from moejax.data.pipeline import ShuffledRows, make_eval_batches, make_train_iterator
+from moejax.data.pipeline import make_train_iterator
+from moejax.data.rows import ShuffledRows
 from moejax.data.sources import Corpus, load_corpus
 from moejax.data.tokenize import ByteTokenizer
 

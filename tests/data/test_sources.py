@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moejax.config import ConfigError, DataConfig
-from moejax.data.sources import Corpus, _excluded, in_split, load_corpus, split_hash
+from moejax.data.corpus import Corpus, in_split, split_hash
+from moejax.data.sources import load_corpus
+from moejax.data.text_files import is_excluded
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "text"
 
@@ -63,7 +65,7 @@ def test_sha256_is_that_of_sorted_names_and_texts():
     ],
 )
 def test_exclude_names_whole_folders(name, excluded):
-    assert _excluded(name, DataConfig().exclude) is excluded
+    assert is_excluded(name, DataConfig().exclude) is excluded
 
 
 @given(st.sets(st.text(min_size=1), min_size=2, max_size=40), st.floats(0.1, 99.9))
