@@ -203,4 +203,4 @@ def get_tokenizer(cfg: DataConfig, workdir: str | os.PathLike[str] | None) -> To
 def training_sample(cfg: DataConfig) -> tuple[str, ...]:
     """Every k-th training document, so that they hold some `_SAMPLE_BYTES`."""
     corpus = load_corpus(cfg, "train")
-    return corpus.texts[:: -(-corpus.num_bytes // _SAMPLE_BYTES)]
+    return tuple(corpus.texts[:: -(-corpus.num_bytes // _SAMPLE_BYTES)])
