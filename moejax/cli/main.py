@@ -17,6 +17,7 @@ COMMANDS = {
     "train": ("moejax.cli.train", "train a config in a workdir, or resume what is there"),
     "eval": ("moejax.cli.evaluate", "loss of a checkpoint on a split"),
     "config": ("moejax.cli.config", "resolved config, parameter counts, sharding table"),
+    "data": ("moejax.cli.data", "tokenise text once, before the runs that use it"),
     "tokenizer": ("moejax.cli.tokenizer", "train a byte-level BPE on the config's text"),
 }
 _BAD_INPUT, _INTERRUPTED, _NO_READER = 2, 130, 141

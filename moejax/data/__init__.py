@@ -5,7 +5,8 @@ from moejax.data.evaluation import EvalBatches, make_eval_batches, make_eval_set
 from moejax.data.hf_tokenizer import HfTokenizer
 from moejax.data.packing import Documents, PackedRows, tokenize_corpus
 from moejax.data.pipeline import TrainIterator, make_train_iterator
-from moejax.data.prepare import Report, prepare
+from moejax.data.prepare import prepare
+from moejax.data.report import Report
 from moejax.data.sources import load_corpus
 from moejax.data.stream_decode import StreamDecoder
 from moejax.data.tiktoken_bpe import TiktokenTokenizer

@@ -72,6 +72,11 @@ class TrainIterator(Iterator[Batch]):
             return None
         return max(0, -(-(self._rows.num_rows - self._consumed) // self._cfg.batch_size))
 
+    def last_step(self, done: int, wanted: int) -> int:
+        """The last step of a run that has taken `done` of `wanted` steps: the data may end it."""
+        left = self.batches_left
+        return wanted if left is None else min(wanted, done + left)
+
     def __next__(self) -> Batch:
         if self.batches_left == 0:
             raise StopIteration

@@ -14,8 +14,8 @@ import json
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -25,46 +25,17 @@ from moejax.config import ConfigError, DataConfig, SourceFields
 from moejax.data.cache import FORMAT, MANIFEST
 from moejax.data.corpus import Split, add_document
 from moejax.data.packing import token_dtype
+from moejax.data.report import Progress, Report, Totals
 from moejax.data.shards import Shard, SplitTexts, make_shard, start_worker, work, write_json
 from moejax.data.sources import describe
 from moejax.data.tokenize import Tokenizer, get_tokenizer
 
 PLAN, TOKENIZER = "plan.json", "tokenizer.json"
 SPLITS: tuple[Split, ...] = ("train", "validation")
-# Text of a shard: seconds of work, so that an interruption loses little.
-SHARD_BYTES = 32 << 20
-# Told after each chunk of documents or shard: bytes done, bytes of all (estimated).
-Progress = Callable[[int, int], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """What a cache holds.
-
-    Attributes:
-      name: of the source.
-      folder: where the cache is.
-      documents, tokens, bytes: of both splits; eos counts as a token.
-      splits: the same by split.
-      reused: shards that were there already.
-    """
-
-    name: str
-    folder: str
-    documents: int
-    tokens: int
-    bytes: int
-    splits: dict[str, dict[str, int]]
-    reused: int
-
-    @property
-    def tokens_per_byte(self) -> float:
-        """tokens / bytes."""
-        return self.tokens / max(self.bytes, 1)
-
-    def as_json(self) -> dict[str, Any]:
-        """Everything, for JSON."""
-        return dataclasses.asdict(self) | {"tokens_per_byte": self.tokens_per_byte}
+# A source is cut into so many shards, enough for many processes and for an interruption to lose
+# little, unless they would hold less or more than these bytes of text.
+_SHARDS = 64
+_SHARD_BYTES = (1 << 20, 64 << 20)
 
 
 def prepare(
@@ -72,7 +43,7 @@ def prepare(
     out: str | os.PathLike[str],
     *,
     workers: int = 0,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int = 0,
     progress: Progress = lambda done, total: None,
 ) -> list[Report]:
     """Tokenises the source of `cfg`, or every member of its mixture, into `out`.
@@ -84,7 +55,7 @@ def prepare(
       cfg: the source fields, `mixture` and the tokenizer ("bpe" is trained, and kept in `out`).
       out: folder of the cache; made if missing.
       workers: processes; 0 = none but this one.
-      shard_bytes: about how much text goes into a shard.
+      shard_bytes: about how much text goes into a shard; 0 = by the size of the source.
       progress: called with (bytes done, bytes of all), both of text; the latter is an estimate.
     Returns:
       One report a source.
@@ -95,7 +66,10 @@ def prepare(
     sources = {member.name: member for member in cfg.mixture} or {"": cfg}
     caches = [name for name, source in sources.items() if source.source == "cache"]
     if caches:
-        raise ConfigError(f"data.source='cache' {caches[0]}is tokenised already.")
+        where = f" (mixture {caches[0]})" if caches[0] else ""
+        raise ConfigError(
+            f"data.source='cache'{where} is tokenised already: there is nothing to prepare."
+        )
     opened = {
         name: {split: SplitTexts.of(source, split) for split in SPLITS}
         for name, source in sources.items()
@@ -103,17 +77,16 @@ def prepare(
     for name, splits in opened.items():
         if not len(splits["train"].texts):
             raise ConfigError(f"data source {describe(sources[name])} holds no document.")
-    out.mkdir(parents=True, exist_ok=True)
     tokenizer = get_tokenizer(cfg, out)
-    totals = _Totals(progress)
+    out.mkdir(parents=True, exist_ok=True)
+    totals = Totals(progress)
     plans = [
         _plan(source, opened[name], out / name, tokenizer, shard_bytes, totals)
         for name, source in sources.items()
     ]
     done = [_missing_work(plan, totals) for plan in plans]
-    spec = _tokenizer_spec(cfg, out)
-    todo = [(sources[name], plan) for (name, plan) in zip(sources, plans, strict=True)]
-    _make_shards(todo, [d[1] for d in done], spec, tokenizer, opened, workers, totals)
+    work_left = [shards for _, shards in done]
+    _make_shards(cfg, out, sources, opened, work_left, tokenizer, workers, totals)
     reports = [
         _finish(name or describe(cfg), sources[name], plan, tokenizer, out / name, reused)
         for name, plan, (reused, _) in zip(sources, plans, done, strict=True)
@@ -123,35 +96,22 @@ def prepare(
     return reports
 
 
-class _Totals:
-    """Bytes done and to do, over all sources, as the progress bar wants them."""
-
-    def __init__(self, progress: Progress):
-        self._progress, self._done, self._total = progress, 0.0, 0.0
-
-    def expect(self, num_bytes: float) -> None:
-        self._total += num_bytes
-
-    def add(self, num_bytes: float) -> None:
-        self._done += num_bytes
-        self._total = max(self._total, self._done)
-        self._progress(int(self._done), int(self._total))
-
-
 def _plan(
     cfg: SourceFields,
     splits: dict[Split, SplitTexts],
     folder: Path,
     tokenizer: Tokenizer,
     shard_bytes: int,
-    totals: _Totals,
+    totals: Totals,
 ) -> list[Shard]:
     """The shards of one source; the same again for the same data, or ConfigError."""
     mean = {split: splits[split].mean_bytes() for split in SPLITS}
+    total = sum(mean[split] * len(splits[split].texts) for split in SPLITS)
+    totals.expect(total)
+    shard_bytes = shard_bytes or int(np.clip(total / _SHARDS, *_SHARD_BYTES))
     shards = []
     for split in SPLITS:
         count = len(splits[split].texts)
-        totals.expect(count * mean[split])
         size = max(1, int(shard_bytes / max(mean[split], 1.0)))
         for number, start in enumerate(range(0, count, size)):
             shards.append(Shard(str(folder), split, number, start, min(count, start + size)))
@@ -166,17 +126,24 @@ def _plan(
     }
     identity = json.loads(json.dumps(identity))
     path = folder / PLAN
-    if path.exists():
-        with contextlib.suppress(ValueError):
-            before = json.loads(path.read_text(encoding="utf-8"))
-            differs = [key for key in identity if before.get(key) != identity[key]]
-            if differs:
-                raise ConfigError(
-                    f"{folder} holds a cache of other data (another {differs[0]}). Take another "
-                    "--out, or delete it."
-                ) from None
+    before = _read_plan(path)
+    differs = [key for key in identity if before and before.get(key) != identity[key]]
+    if differs:
+        raise ConfigError(
+            f"{folder} holds a cache of other data (another {differs[0]}). Take another --out, "
+            "or delete it."
+        )
     write_json(path, identity)
     return shards
+
+
+def _read_plan(path: Path) -> dict[str, Any]:
+    """What an earlier call meant to make here; empty where there was none."""
+    try:
+        plan = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return plan if isinstance(plan, dict) else {}
 
 
 def _source_fields(cfg: SourceFields) -> dict[str, Any]:
@@ -193,7 +160,7 @@ def _first(texts: SplitTexts) -> str:
     return digest.hexdigest()[:16]
 
 
-def _missing_work(plan: list[Shard], totals: _Totals) -> tuple[int, list[Shard]]:
+def _missing_work(plan: list[Shard], totals: Totals) -> tuple[int, list[Shard]]:
     """(number of whole shards, those to make)."""
     missing = []
     for shard in plan:
@@ -205,32 +172,31 @@ def _missing_work(plan: list[Shard], totals: _Totals) -> tuple[int, list[Shard]]
     return len(plan) - len(missing), missing
 
 
-def _tokenizer_spec(cfg: DataConfig, out: Path) -> DataConfig:
-    """The config that gives a worker process the same tokenizer, without training it again."""
-    return cfg.replace(tokenizer=str(out / TOKENIZER)) if cfg.tokenizer == "bpe" else cfg
-
-
 def _make_shards(
-    sources: list[tuple[SourceFields, list[Shard]]],
-    missing: list[list[Shard]],
-    spec: DataConfig,
-    tokenizer: Tokenizer,
+    cfg: DataConfig,
+    out: Path,
+    sources: dict[str, SourceFields],
     opened: dict[str, dict[Split, SplitTexts]],
+    missing: list[list[Shard]],
+    tokenizer: Tokenizer,
     workers: int,
-    totals: _Totals,
+    totals: Totals,
 ) -> None:
-    """Makes all missing shards, in this process or in workers."""
+    """Makes the missing shards of each source, in this process or in workers."""
     tasks = [(number, shard) for number, shards in enumerate(missing) for shard in shards]
-    if workers < 1 or len(tasks) < 2:
+    if workers < 2 or len(tasks) < 2:
         texts = list(opened.values())
         for number, shard in tasks:
             make_shard(shard, texts[number][shard.split], tokenizer, totals.add)
         return
-    # Threads of this process (JAX, Grain) do not survive a fork.
-    context = multiprocessing.get_context("spawn")
-    first = (spec, [source for source, _ in sources])
+    # A worker reads the tokenizer that was trained here.
+    spec = cfg.replace(tokenizer=str(out / TOKENIZER)) if cfg.tokenizer == "bpe" else cfg
     with ProcessPoolExecutor(
-        min(workers, len(tasks)), mp_context=context, initializer=start_worker, initargs=first
+        min(workers, len(tasks)),
+        # Threads of this process (JAX, Grain) do not survive a fork.
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=start_worker,
+        initargs=(spec, list(sources.values())),
     ) as pool:
         running: set[Future] = {pool.submit(work, number, shard) for number, shard in tasks}
         try:
@@ -238,6 +204,11 @@ def _make_shards(
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
                     totals.add(future.result())
+        except BrokenProcessPool as error:
+            raise ConfigError(
+                "a worker process was killed, most often for want of memory; the same call goes "
+                "on from here. Give fewer --workers."
+            ) from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

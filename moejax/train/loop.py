@@ -72,7 +72,8 @@ class Loop:
 
     def run(self, stop: StopRequest) -> str:
         """Steps until the end, a signal, or `train.stop_at`. Returns why it ended, in words."""
-        total, stop_at = self.cfg.train.num_steps, self.cfg.train.stop_at
+        stop_at = self.cfg.train.stop_at
+        total = self.iterator.last_step(self.start_step, self.cfg.train.num_steps)
         for step in range(self.start_step + 1, total + 1):
             self._dispatch(step)
             # Read the signal once: one that comes a moment later must find the next step, and save.
@@ -86,6 +87,8 @@ class Loop:
             if stopping and step < total:
                 why = f"stopped by {signalled}" if signalled else "stopped by train.stop_at"
                 return f"{why} after step {step}"
+        if total < self.cfg.train.num_steps:
+            return f"data used up after step {total} (data.epochs={self.cfg.data.epochs})"
         return "finished"
 
     def _dispatch(self, step: int) -> None:
