@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from moejax.config import ModelConfig
 from moejax.data.packing import next_token_labels
@@ -16,6 +18,7 @@ from moejax.layers.dsa import Dsa
 from moejax.layers.moe.latent_moe import LatentMoe
 from moejax.models.decoder import by_layer
 from moejax.models.parts import ModelParts, model_parts
+from moejax.partitioning import BATCH_AXES, shardings_for
 from pallas_kernels.lightning_indexer import lightning_indexer
 
 # Programs here run once or a few times, so compiling fast counts more than running fast.
@@ -69,9 +72,13 @@ def forward(parts: ModelParts, params, balance, rows: dict, dtype=jnp.float32, *
 
 
 def run(
-    parts: ModelParts, params, balance, rows: dict, *, loss_weight_B=None, dtype=jnp.float32
-) -> Run:
-    """One compiled pass; with `loss_weight_B` also the gradient of the losses' weighted sum."""
+    parts: ModelParts, params, balance, rows: dict, *, loss_weight_B=None, dtype=jnp.float32,
+    mesh: Mesh | None = None,
+) -> Run:  # fmt: skip
+    """One compiled pass; with `loss_weight_B` also the gradient of the losses' weighted sum.
+
+    On a mesh, weights and rows are laid out as in training.
+    """
 
     def objective(params, balance, rows):
         logits, loss_B, measured = forward(parts, params, balance, rows, dtype)
@@ -81,7 +88,11 @@ def run(
         return total, (logits, loss_B, measured)
 
     fn = objective if loss_weight_B is None else jax.value_and_grad(objective, has_aux=True)
-    with jax.default_matmul_precision("highest"), recorded_choices():
+    if mesh is not None:
+        params = jax.device_put(params, shardings_for(parts.infos, parts.params, mesh))
+        rows = jax.device_put(rows, NamedSharding(mesh, P(BATCH_AXES)))
+    context = jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext()
+    with context, jax.default_matmul_precision("highest"), recorded_choices():
         out = jax.jit(fn, compiler_options=FAST_COMPILE)(params, balance, rows)
     if loss_weight_B is None:
         (_, rest), grads = out, None

@@ -6,7 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from moejax.config import MeshConfig
 from moejax.models.parts import model_parts
+from moejax.partitioning import make_mesh
 from tests.models import published, running
 from tests.reference import decoder as reference
 from tests.reference.weights import by_layers, stacked
@@ -16,17 +18,23 @@ T = 165  # cases a (64 tokens) and b (101) in one row
 
 @functools.cache
 def result(name: str) -> running.Run:
-    """Rows: case a alone, case b alone, both packed; gradient of b's mean loss."""
+    """Rows: case a alone, case b alone, both packed; gradient of b's mean loss.
+
+    On eight devices, fsdp=2 x expert=4 (one device: tests/generate/test_model.py).
+    """
     cases = published.cases(name)
     a, b = (cases[f"{case}_input_ids"][0] for case in "ab")
     rows = running.stack_rows([running.row_of(documents, T) for documents in ([a], [b], [a, b])])
     rows["labels"][1, -101:-1] = cases["b_labels"][0, 1:]  # labels of b that are ignored
     count = (rows["labels"][1] >= 0).sum()
+    rows = {k: np.concatenate([a, np.zeros((5, T), a.dtype)]) for k, a in rows.items()}
+    rows["labels"][3:] = -100
     parts = model_parts(published.config(name))
     params, balance = published.trees(name)
-    return running.run(
-        parts, params, balance, rows, loss_weight_B=np.array([0, 1 / count, 0], np.float32)
-    )
+    weight_B = np.zeros(8, np.float32)
+    weight_B[1] = 1 / count
+    mesh = make_mesh(MeshConfig(fsdp=2, expert=4))
+    return running.run(parts, params, balance, rows, loss_weight_B=weight_B, mesh=mesh)
 
 
 def places(name: str, case: str):
