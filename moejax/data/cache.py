@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from moejax.config import ConfigError
-from moejax.data.corpus import Corpus, LazyNames, Split
+from moejax.data.corpus import Corpus, LazyNames, Split, reason
 from moejax.data.paths import matches
 
 MANIFEST = "manifest.json"
@@ -199,7 +199,9 @@ def _load(folder: str, shard: dict[str, Any], what: str) -> np.ndarray:
     try:
         array = np.load(path, mmap_mode="r" if count else None, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise ConfigError(f"{path}: damaged or missing ({error}). Prepare it again.") from error
+        raise ConfigError(
+            f"{path}: damaged or missing ({reason(error)}). Prepare it again."
+        ) from error
     if array.shape != (count,) or array.dtype.kind != "u":
         raise ConfigError(
             f"{path} holds {array.shape} {array.dtype}, the manifest says {count} tokens or "

@@ -176,6 +176,11 @@ def add_document(digest: Any, name: str, text: str) -> int:
     return len(data)
 
 
+def reason(error: BaseException) -> str:
+    """An error of another library as part of one line."""
+    return " ".join(str(error).split()).rstrip(".")
+
+
 def split_hash(name: str) -> float:
     """Where a document's name falls in [0, 100); validation takes the low end."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()

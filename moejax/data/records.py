@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from moejax.config import ConfigError
+from moejax.data.corpus import reason
 from moejax.data.text_files import json_field
 
 # Each read fetches its own records and nothing ahead.
@@ -40,9 +41,14 @@ class RecordReader:
         self._readers: list[Any] = []
         for path in self._paths:
             try:
-                self._readers.append(array_record_module.ArrayRecordReader(path, _OPTIONS))
-            except (RuntimeError, OSError, ValueError) as error:
-                raise ConfigError(f"{path}: not a readable ArrayRecord file ({error}).") from error
+                reader = array_record_module.ArrayRecordReader(path, _OPTIONS)
+                if not reader.ok():
+                    reader.read([0])  # says what is wrong
+                self._readers.append(reader)
+            except (RuntimeError, OSError, ValueError, IndexError) as error:
+                raise ConfigError(
+                    f"{path}: not a readable ArrayRecord file ({reason(error)})."
+                ) from error
         self._ends = np.cumsum([reader.num_records() for reader in self._readers], dtype=np.int64)
         self._is_json = [self._holds_json(file) for file in range(len(self._paths))]
 
@@ -84,7 +90,7 @@ class RecordReader:
             return self._readers[file].read([place])[0]
         except (RuntimeError, IndexError, ValueError) as error:
             raise ConfigError(
-                f"{self._paths[file]}: record {place} is damaged ({error})."
+                f"{self._paths[file]}: record {place} is damaged ({reason(error)})."
             ) from error
 
     def _holds_json(self, file: int) -> bool:

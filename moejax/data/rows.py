@@ -114,10 +114,13 @@ class Schedule:
     def __init__(self, weights: Sequence[float]):
         shares = np.asarray(weights, np.float64) / np.sum(weights) * PERIOD
         counts = np.maximum(np.floor(shares), 1).astype(np.int64)
-        # What rounding left over, or took too much, goes where it matters least.
-        while (left := PERIOD - int(counts.sum())) != 0:
-            behind = shares - counts
-            counts[np.argmax(behind) if left > 0 else np.argmin(behind)] += np.sign(left)
+        # What rounding left over goes to the furthest behind; what tiny shares took too much comes
+        # from those that have more than one row.
+        while (left := PERIOD - int(counts.sum())) > 0:
+            counts[np.argmax(shares - counts)] += 1
+        while left < 0:
+            counts[np.argmin(np.where(counts > 1, shares - counts, np.inf))] -= 1
+            left += 1
         self.counts = counts
         self._member = np.zeros(PERIOD, np.int32)
         self._before = np.zeros(PERIOD, np.int64)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from moejax.config import ConfigError
+from moejax.data.corpus import reason
 
 # Row groups kept decoded: reading in order touches one at a time, splits and shuffles a few.
 _KEPT_GROUPS = 2
@@ -83,7 +84,7 @@ class ParquetReader:
                 meta = file.metadata
                 return [meta.row_group(g).num_rows for g in range(meta.num_row_groups)]
         except (self._pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(f"{path}: not a readable Parquet file ({error}).") from error
+            raise ConfigError(f"{path}: not a readable Parquet file ({reason(error)}).") from error
 
     def __reduce__(self) -> tuple:
         return ParquetReader, (self._files, self._column)
@@ -114,7 +115,9 @@ class ParquetReader:
                     table = opened.read_row_group(place, columns=[self._column])
                 self._kept[group] = table.column(0).combine_chunks()
             except (self._pyarrow.ArrowException, OSError) as error:
-                raise ConfigError(f"{path}: row group {place} is damaged ({error}).") from error
+                raise ConfigError(
+                    f"{path}: row group {place} is damaged ({reason(error)})."
+                ) from error
             while len(self._kept) > _KEPT_GROUPS:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(group)
@@ -157,7 +160,7 @@ class HfReader:
             check_text_column(str(path), opened.schema, self._column)
             return opened.read_all().column(self._column).chunks
         except (pa.ArrowException, OSError) as error:
-            raise ConfigError(f"{path}: not a readable Arrow file ({error}).") from error
+            raise ConfigError(f"{path}: not a readable Arrow file ({reason(error)}).") from error
 
     def __reduce__(self) -> tuple:
         return HfReader, (self._folders, self._column)
@@ -178,7 +181,7 @@ class HfReader:
             try:
                 found.append(self._chunks[chunk][index - start].as_py() or "")
             except (self._pyarrow.ArrowException, UnicodeDecodeError) as error:
-                raise ConfigError(f"{self.name(index)}: damaged text ({error}).") from error
+                raise ConfigError(f"{self.name(index)}: damaged text ({reason(error)}).") from error
         return found
 
 
@@ -229,7 +232,7 @@ def _json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON ({error}).") from error
+        raise ConfigError(f"{path}: cannot be read as JSON ({reason(error)}).") from error
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds {type(value).__name__}, not an object.")
     return value
