@@ -114,27 +114,26 @@ _NOT_WRITTEN = (
 )  # fmt: skip
 
 
+def first_difference(cfg: ModelConfig, other: ModelConfig) -> str:
+    """The first field in which two models compute differently, empty when none is."""
+    if cfg.attention_kinds() != other.attention_kinds():
+        return "attention"
+    theirs, used = _flat(other), _sections_used(cfg)
+    for name, value in _flat(cfg).items():
+        silent = name in _NOT_WRITTEN or not used.get(name.partition(".")[0], True)
+        if not silent and value != theirs[name] and not _unused(cfg, name):
+            return name
+    return ""
+
+
 def _check_round_trip(cfg: ModelConfig, raw: Mapping[str, Any]) -> None:
     """Raises ConfigError when reading `raw` back would give another model."""
     _, again = read_hf_config(raw)
-    mine, theirs = _flat(cfg), _flat(again)
-    used = _sections_used(cfg)
-    for name, value in mine.items():
-        if (
-            name in _NOT_WRITTEN
-            or name.partition(".")[0] in used
-            and not used[name.partition(".")[0]]
-        ):
-            continue
-        if value != theirs[name] and not _unused(cfg, name):
-            raise ConfigError(
-                f"model.{name}={value!r} cannot be written in the {raw['model_type']} format: "
-                f"it would be read back as {theirs[name]!r}."
-            )
-    if cfg.attention_kinds() != again.attention_kinds():
+    name = first_difference(cfg, again)
+    if name:
         raise ConfigError(
-            f"model.attention={cfg.attention!r} cannot be written in the {raw['model_type']} "
-            "format."
+            f"model.{name}={_flat(cfg)[name]!r} cannot be written in the {raw['model_type']} "
+            f"format: it would be read back as {_flat(again)[name]!r}."
         )
 
 
