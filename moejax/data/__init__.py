@@ -1,11 +1,11 @@
 """Text to batches: sources, tokenizers, packing, pipeline (level 5)."""
 
+from moejax.data.build_cache import prepare
 from moejax.data.corpus import Corpus
 from moejax.data.evaluation import EvalBatches, make_eval_batches, make_eval_sets
 from moejax.data.hf_tokenizer import HfTokenizer
 from moejax.data.packing import Documents, PackedRows, tokenize_corpus
 from moejax.data.pipeline import TrainIterator, make_train_iterator
-from moejax.data.prepare import prepare
 from moejax.data.report import Report
 from moejax.data.sources import load_corpus
 from moejax.data.stream_decode import StreamDecoder

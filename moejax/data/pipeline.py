@@ -41,15 +41,18 @@ class TrainIterator(Iterator[Batch]):
     def __init__(self, cfg: DataConfig, rows: Rows, identity: Mapping[str, Any], shard: Shard):
         self._cfg, self._rows, self._identity, self._shard = cfg, rows, dict(identity), shard
         self._batches: grain.DatasetIterator | None = None
-        self._start(first_row=0)
+        self._consumed = 0
 
     def _start(self, first_row: int) -> None:
         """Goes to a row of the stream; workers start at the next batch that is asked for."""
         self.close()
         self._consumed = first_row
-        batch_at = _BatchAt(self._rows, first_row, self._cfg.batch_size, self._shard)
+
+    def _open(self) -> grain.DatasetIterator:
+        """The batches from here on, with their threads and workers."""
+        batch_at = _BatchAt(self._rows, self._consumed, self._cfg.batch_size, self._shard)
         left = self.batches_left
-        batches = grain.MapDataset.range(_ENDLESS if left is None else max(left, 1)).map(batch_at)
+        batches = grain.MapDataset.range(_ENDLESS if left is None else left).map(batch_at)
         read = grain.ReadOptions(
             num_threads=min(2, self._cfg.prefetch), prefetch_buffer_size=self._cfg.prefetch
         )
@@ -63,7 +66,7 @@ class TrainIterator(Iterator[Batch]):
                 num_workers=self._cfg.num_workers, per_worker_buffer_size=self._cfg.prefetch
             )
             dataset = dataset.mp_prefetch(options)
-        self._dataset = dataset
+        return iter(dataset)
 
     @property
     def batches_left(self) -> int | None:
@@ -81,7 +84,7 @@ class TrainIterator(Iterator[Batch]):
         if self.batches_left == 0:
             raise StopIteration
         if self._batches is None:
-            self._batches = iter(self._dataset)
+            self._batches = self._open()
         batch = next(self._batches)
         self._consumed += self._cfg.batch_size
         if self._cfg.num_workers:
@@ -145,7 +148,7 @@ class TrainIterator(Iterator[Batch]):
         return self._consumed / self._rows.rows_per_epoch
 
     def close(self) -> None:
-        """Ends prefetch threads and worker processes; the iterator may be used again."""
+        """Ends prefetch threads and worker processes; the next batch starts them again."""
         if self._batches is not None:
             self._batches.close()
         self._batches = None
