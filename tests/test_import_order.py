@@ -19,7 +19,7 @@ LEVELS = {
     "layers": 3,
     "models": 4, "lora": 4, "losses": 4,
     "optim": 5, "data": 5, "checkpoint": 5, "observability": 5,
-    "train": 6,
+    "train": 6, "generate": 6,
     "planner": 7,
     "cli": 8,
 }  # fmt: skip

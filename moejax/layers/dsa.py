@@ -5,16 +5,20 @@ Architecture section 4.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from moejax.config import ConfigError, DsaConfig, MlaConfig
+from moejax.layers.cache import IndexedCache, Now
 from moejax.layers.mla import Latents, Mla
 from moejax.layers.norm import layer_norm
 from moejax.layers.param import use, vector, weight, wide
-from moejax.layers.rope import rotate
+from moejax.layers.rope import At, rotate
 from moejax.partitioning import batch_local
+from pallas_kernels.blocks import take_rows
 from pallas_kernels.indexer_kl import indexer_kl
 from pallas_kernels.lightning_indexer import lightning_indexer
 from pallas_kernels.sparse_flash_attention import sparse_flash_attention, sparse_max_logit
@@ -37,7 +41,7 @@ class Indexer(nnx.Module):
         self.k_norm_bias = vector(jnp.zeros(cfg.head_dim), (None,))
 
     def __call__(
-        self, x_BTD: jax.Array, q_latent_BTQ: jax.Array
+        self, x_BTD: jax.Array, q_latent_BTQ: jax.Array, at: At | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Index queries [B,T,U,u], keys [B,T,u], raw float32 head weights [B,T,U]."""
         dtype, full = x_BTD.dtype, wide(x_BTD.dtype)
@@ -45,19 +49,26 @@ class Indexer(nnx.Module):
         q_BTUu = (q_latent_BTQ @ use(self.q, dtype)).reshape(
             B, T, self.cfg.num_heads, self.cfg.head_dim
         )
-        k_BTu = x_BTD @ use(self.k, dtype)
-        k_BTu = layer_norm(
-            k_BTu, use(self.k_norm, full), use(self.k_norm_bias, full), self.cfg.k_norm_eps
-        )
+        k_BTu = self._normed_keys(x_BTD)
         w_BTU = x_BTD.astype(full) @ use(self.weights, full)
-        return self._turn(q_BTUu), self._turn(k_BTu[:, :, None])[:, :, 0], w_BTU
+        return self._turn(q_BTUu, at), self._turn(k_BTu[:, :, None], at)[:, :, 0], w_BTU
 
-    def _turn(self, x_BTUu: jax.Array) -> jax.Array:
+    def keys(self, x_BTD: jax.Array, at: At | None = None) -> jax.Array:
+        """The index keys alone, [B, T, u]."""
+        return self._turn(self._normed_keys(x_BTD)[:, :, None], at)[:, :, 0]
+
+    def _normed_keys(self, x_BTD: jax.Array) -> jax.Array:
+        full = wide(x_BTD.dtype)
+        k_BTu = x_BTD @ use(self.k, x_BTD.dtype)
+        weight, bias = use(self.k_norm, full), use(self.k_norm_bias, full)
+        return layer_norm(k_BTu, weight, bias, self.cfg.k_norm_eps)
+
+    def _turn(self, x_BTUu: jax.Array, at: At | None) -> jax.Array:
         if self.cfg.rope == "none":
             return x_BTUu
         R = self.mla.rope_dim
         return jnp.concatenate(
-            [rotate(x_BTUu[..., :R], self.mla, self.cfg.rope), x_BTUu[..., R:]], -1
+            [rotate(x_BTUu[..., :R], self.mla, self.cfg.rope, at), x_BTUu[..., R:]], -1
         )
 
 
@@ -99,6 +110,52 @@ class Dsa(Mla):
         args = (*index, *parts[:4], segment_ids_BT, use(self.k_b, dtype), use(self.v_b, dtype))
         out_BTNh, kl_B, top = run(*args)
         return out_BTNh, {"indexer_kl": jnp.sum(kl_B), **self._max_aux(top)}
+
+    def cached(self, x_BTD: jax.Array, cache: Any, now: Now) -> tuple[jax.Array, IndexedCache]:
+        """As in MLA, with the tokens' index keys among their rows."""
+        at = None if now.fresh else At(now.position, cache.latent.shape[1])
+        out_BTD, rows = super().cached(x_BTD, cache, now)
+        return out_BTD, IndexedCache(*rows, self.indexer.keys(x_BTD, at))
+
+    def attend_cached(self, x_B1D: jax.Array, parts: Latents, cache: Any, now: Now) -> jax.Array:
+        """Attention of one token over the rows that its indexer selects: float32 [B, 1, N, h]."""
+        if self.dsa.stage == "warmup":
+            return super().attend_cached(x_B1D, parts, cache, now)
+        dtype = x_B1D.dtype
+        assert parts.q_latent_BTQ is not None
+        at = At(now.position, cache.latent.shape[1])
+        index = self.indexer(x_B1D, parts.q_latent_BTQ, at)
+        run = batch_local(self._selected, (0,) * 11)
+        rows = (*cache, now.padding_B, now.position)
+        return run(*index, *parts[:4], *rows, use(self.k_b, dtype), use(self.v_b, dtype))
+
+    def _selected(
+        self, q_idx, k_idx, w_idx, q, q_rope, latent, k_rope, past, rope_past, idx_past,
+        padding_B, position, k_b, v_b,
+    ):  # fmt: skip
+        S = past.shape[1]
+        now = Now(padding_B, position, False)
+        keys_BSu = jax.lax.dynamic_update_slice_in_dim(idx_past, k_idx, position, 1)
+        indices_B1J = lightning_indexer(
+            q_idx, keys_BSu, w_idx, top_k=min(self.dsa.top_k, S), q_offset=position,
+            segment_ids=(position >= padding_B).astype(jnp.int32)[:, None],
+            kv_segment_ids=now.segment_ids(S),
+        )  # fmt: skip
+        # Only the selected rows are read; the token's own is not in the cache yet.
+        is_own_BJ1 = (indices_B1J == position)[:, 0, :, None]
+        latent_BJC, k_rope_BJR = (
+            jnp.where(is_own_BJ1, new, take_rows(old, indices_B1J)[:, 0])
+            for old, new in ((past, latent), (rope_past, k_rope))
+        )
+        places_J = jnp.arange(indices_B1J.shape[-1], dtype=jnp.int32)
+        q_latent = jnp.einsum("btnh,cnh->btnc", q, k_b)
+        out_BTNC, lse = sparse_flash_attention(
+            q_latent, q_rope, latent_BJC, k_rope_BJR, jnp.where(indices_B1J < 0, -1, places_J),
+            scale=self.scale,
+        )  # fmt: skip
+        return jnp.einsum(
+            "btnc,cnh->btnh", out_BTNC.astype(v_b.dtype), v_b, preferred_element_type=lse.dtype
+        )
 
     def _warmup(self, q_idx, k_idx, w_idx, q, q_rope, latent, k_rope, segment_ids, k_b, v_b):
         out, lse, top = self._dense(q, q_rope, latent, k_rope, segment_ids, k_b, v_b)

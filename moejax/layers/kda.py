@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.config import KdaConfig
+from moejax.layers.cache import KdaCache, Now
 from moejax.layers.param import use, vector, weight, wide
 from moejax.partitioning import batch_local
 from pallas_kernels.gated_norm import gated_norm
@@ -68,6 +69,27 @@ class Kda(nnx.Module):
         self.o = weight(rngs, (N * h, dim), ("heads", "embed"), std=std)
 
     def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, dict]:
+        acts, weights = self._inputs(x_BTD)
+        y_BTNh = batch_local(self._attend, (0,) * 7)(*acts, segment_ids_BT, *weights)
+        return self._project_out(y_BTNh), {}
+
+    def cached(self, x_BTD: jax.Array, cache: KdaCache, now: Now) -> tuple[jax.Array, KdaCache]:
+        """Output for the tokens at hand, and what the layer remembers after them.
+
+        A fresh row goes through in chunks; after that tokens come one by one, a step of the
+        recurrence each, at a cost that no position changes.
+        """
+        acts, weights = self._inputs(x_BTD)
+        if now.fresh:
+            run = batch_local(self._attend_and_remember, (0,) * 7)
+            y_BTNh, *memory = run(*acts, now.segment_ids(x_BTD.shape[1]), *weights)
+        else:
+            run = batch_local(self._step, (0,) * 10)
+            y_BTNh, *memory = run(*acts, *cache, *weights)
+        return self._project_out(y_BTNh), KdaCache(*memory)
+
+    def _inputs(self, x_BTD: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+        """What goes into the mixing row by row: projections of x, and the small weights."""
         cfg, dtype, full = self.cfg, x_BTD.dtype, wide(x_BTD.dtype)
         B, T, _ = x_BTD.shape
         qkv = [jnp.einsum("btd,dnh->btnh", x_BTD, use(w, dtype)) for w in (self.q, self.k, self.v)]
@@ -75,12 +97,11 @@ class Kda(nnx.Module):
         decay_BTNH = self._low_rank(x_BTD, "decay").reshape(B, T, cfg.num_heads, cfg.head_dim)
         beta_BTN = x_BTD @ use(self.beta, dtype)
         gate_BTNh = self._low_rank(x_BTD, "gate").reshape(B, T, cfg.num_heads, cfg.value_head_dim)
-        mix = batch_local(self._attend, (0,) * 7)
-        y_BTNh = mix(
-            *qkv, decay_BTNH, beta_BTN, gate_BTNh, segment_ids_BT, *taps,
-            use(self.a_log, full), use(self.dt_bias, full), use(self.o_norm, full),
-        )  # fmt: skip
-        return y_BTNh.reshape(B, T, -1) @ use(self.o, dtype), {}
+        small = (use(w, full) for w in (self.a_log, self.dt_bias, self.o_norm))
+        return (*qkv, decay_BTNH, beta_BTN, gate_BTNh), (*taps, *small)
+
+    def _project_out(self, y_BTNh: jax.Array) -> jax.Array:
+        return y_BTNh.reshape(*y_BTNh.shape[:2], -1) @ use(self.o, y_BTNh.dtype)
 
     def _low_rank(self, x_BTD: jax.Array, name: str) -> jax.Array:
         """x through one map, or through its two low-rank factors where the config has them."""
@@ -91,45 +112,51 @@ class Kda(nnx.Module):
             x_BTD @ use(getattr(self, name + "_a"), dtype) @ use(getattr(self, name + "_b"), dtype)
         )
 
-    def _attend(
-        self,
-        q,
-        k,
-        v,
-        decay,
-        beta,
-        gate,
-        segment_ids,
-        q_taps,
-        k_taps,
-        v_taps,
-        a_log,
-        dt_bias,
-        o_norm,
-    ):
+    def _attend(self, q, k, v, decay, beta, gate, segment_ids, *weights):
         """What stands between the projections, row by row: convolution, delta rule, gated norm."""
-        q, k, v = (
-            _conv(x, taps, segment_ids) for x, taps in ((q, q_taps), (k, k_taps), (v, v_taps))
-        )
+        args = (q, k, v, decay, beta, gate, segment_ids, *weights)
+        return self._attend_and_remember(*args)[0]
+
+    def _attend_and_remember(self, q, k, v, decay, beta, gate, segment_ids, *weights):
+        """`_attend`, the state and the three convolutions' histories after the last position."""
+        return self._mix((q, k, v), decay, beta, gate, weights, segment_ids=segment_ids)
+
+    def _step(self, q, k, v, decay, beta, gate, state, q_past, k_past, v_past, *weights):
+        """`_attend_and_remember` for one token that follows what is remembered."""
+        past = KdaCache(state, q_past, k_past, v_past)
+        return self._mix((q, k, v), decay, beta, gate, weights, past=past)
+
+    def _mix(self, qkv, decay, beta, gate, weights, *, segment_ids=None, past=None):
+        *taps, a_log, dt_bias, o_norm = weights
+        histories = past[1:] if past else (None,) * 3
+        convolved = [
+            _conv(x, w, segment_ids, history)
+            for x, w, history in zip(qkv, taps, histories, strict=True)
+        ]
         bound = self.cfg.gate_lower_bound if self.cfg.gate == "bounded" else None
-        out_BTNh, _ = kda_fused(
-            q,
-            k,
-            v,
+        out_BTNh, state = kda_fused(
+            *(y for y, _ in convolved),
             decay,
             beta,
             a_log,
             dt_bias,
             lower_bound=bound,
             segment_ids=segment_ids,
+            initial_state=past.state if past else None,
             chunk=self.cfg.chunk,
+            impl="ref" if past else None,  # one step of the recurrence; chunks have nothing to gain
         )
-        return gated_norm(out_BTNh, gate, o_norm, eps=self.eps)
+        y_BTNh = gated_norm(out_BTNh, gate, o_norm, eps=self.eps)
+        return y_BTNh, state, *(history for _, history in convolved)
 
 
-def _conv(x_BTNH: jax.Array, taps_KNH: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
+def _conv(x_BTNH: jax.Array, taps_KNH: jax.Array, segment_ids_BT, history_BKX):
+    """The convolution of all heads' channels, and its history after the last position."""
     B, T, N, H = x_BTNH.shape
-    y, _ = short_conv(
-        x_BTNH.reshape(B, T, N * H), taps_KNH.reshape(-1, N * H), segment_ids=segment_ids_BT
+    y, history = short_conv(
+        x_BTNH.reshape(B, T, N * H),
+        taps_KNH.reshape(-1, N * H),
+        segment_ids=segment_ids_BT,
+        initial_state=history_BKX,
     )
-    return y.reshape(B, T, N, H)
+    return y.reshape(B, T, N, H), history

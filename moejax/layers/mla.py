@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.config import MlaConfig
+from moejax.layers.cache import LatentCache, LayerCache, Now
 from moejax.layers.norm import RmsNorm
 from moejax.layers.param import use, weight, wide
-from moejax.layers.rope import rotate, softmax_scale_factor
+from moejax.layers.rope import At, rotate, softmax_scale_factor
 from moejax.partitioning import batch_local
 from pallas_kernels.mla_attention import max_logit, mla_attention
 
@@ -59,7 +60,49 @@ class Mla(nnx.Module):
         out_BTNh, aux = self.attend(x_BTD, parts, segment_ids_BT)
         return self.project_out(x_BTD, out_BTNh), aux
 
-    def latents(self, x_BTD: jax.Array) -> Latents:
+    def cached(self, x_BTD: jax.Array, cache: Any, now: Now) -> tuple[jax.Array, LayerCache]:
+        """Output for the tokens at hand, and their rows for the cache.
+
+        A fresh row attends as in training. After that tokens come one by one, and attend to the
+        cached latents themselves: no key or value of the past is ever expanded.
+        """
+        at = None if now.fresh else At(now.position, cache.latent.shape[1])
+        parts = self.latents(x_BTD, at)
+        if now.fresh:
+            out_BTNh, _ = self.attend(x_BTD, parts, now.segment_ids(x_BTD.shape[1]))
+        else:
+            out_BTNh = self.attend_cached(x_BTD, parts, cache, now)
+        rows = LatentCache(parts.latent_BTC, parts.k_rope_BTR)
+        return self.project_out(x_BTD, out_BTNh), rows
+
+    def attend_cached(self, x_B1D: jax.Array, parts: Latents, cache: Any, now: Now) -> jax.Array:
+        """Attention of one token over the cache and itself: float32 [B, 1, N, h]."""
+        dtype = x_B1D.dtype
+        run = batch_local(self._absorbed, (0,) * 7)
+        rows = (cache.latent, cache.k_rope, now.padding_B, now.position)
+        return run(*parts[:4], *rows, use(self.k_b, dtype), use(self.v_b, dtype))
+
+    def _absorbed(self, q, q_rope, latent, k_rope, past, rope_past, padding_B, position, k_b, v_b):
+        put = jax.lax.dynamic_update_slice_in_dim
+        latent_BSC, k_rope_BSR = (
+            put(old, new, position, 1) for old, new in ((past, latent), (rope_past, k_rope))
+        )
+        full = wide(q.dtype)
+        q_latent_BTNC = jnp.einsum("btnh,cnh->btnc", q, k_b)
+        score = {"preferred_element_type": full}
+        s_BTNS = jnp.einsum("btnc,bsc->btns", q_latent_BTNC, latent_BSC, **score)
+        s_BTNS = s_BTNS + jnp.einsum("btnr,bsr->btns", q_rope, k_rope_BSR, **score)
+        places_S = jnp.arange(latent_BSC.shape[1], dtype=jnp.int32)
+        # Itself every token sees, so that rows of nothing but padding stay finite.
+        seen_BS = (places_S >= padding_B[:, None]) & (places_S <= position) | (places_S == position)
+        s_BTNS = jnp.where(seen_BS[:, None, None], self.scale * s_BTNS, -jnp.inf)
+        p_BTNS = jnp.exp(s_BTNS - jnp.max(s_BTNS, -1, keepdims=True))
+        total_BTN1 = jnp.sum(p_BTNS, -1, keepdims=True)
+        out_BTNC = jnp.einsum("btns,bsc->btnc", p_BTNS.astype(q.dtype), latent_BSC, **score)
+        out_BTNC = (out_BTNC / total_BTN1).astype(q.dtype)
+        return jnp.einsum("btnc,cnh->btnh", out_BTNC, v_b, **score)
+
+    def latents(self, x_BTD: jax.Array, at: At | None = None) -> Latents:
         """Queries and latents of every position, rotated where the config rotates."""
         cfg, dtype = self.cfg, x_BTD.dtype
         source, q_latent = x_BTD, None
@@ -70,8 +113,8 @@ class Mla(nnx.Module):
         )
         both_BTC = x_BTD @ use(self.kv_a, dtype)
         latent_BTC = self.kv_norm(both_BTC[..., : cfg.kv_latent])
-        k_rope_BT1R = rotate(both_BTC[..., None, cfg.kv_latent :], cfg, cfg.rope)
-        q_rope_BTNR = rotate(q_BTNH[..., cfg.nope_dim :], cfg, cfg.rope)
+        k_rope_BT1R = rotate(both_BTC[..., None, cfg.kv_latent :], cfg, cfg.rope, at)
+        q_rope_BTNR = rotate(q_BTNH[..., cfg.nope_dim :], cfg, cfg.rope, at)
         return Latents(
             q_BTNH[..., : cfg.nope_dim], q_rope_BTNR, latent_BTC, k_rope_BT1R[..., 0, :], q_latent
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -46,19 +48,56 @@ def _yarn_ramp(cfg: MlaConfig, i: np.ndarray) -> np.ndarray:
     return np.clip((i - low) / max(high - low, 0.001), 0, 1)
 
 
-def rotate(x: Float[Array, "B T N R"], cfg: MlaConfig, pairs: str) -> Float[Array, "B T N R"]:
+class At(NamedTuple):
+    """Where one token stands when it comes alone, as in decoding.
+
+    Attributes:
+      position: int32 scalar, which may be traced.
+      limit: a static bound that no position reaches.
+    """
+
+    position: jax.Array
+    limit: int
+
+
+_BLOCK = 1024
+
+
+def _turn_at(freq: np.ndarray, at: At, dtype) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine of position times frequency, [R/2], for a traced position.
+
+    By the addition theorem from two small tables, of the whole blocks and of the rest: a float32
+    product would lose the phase of far positions, and one table would hold every position.
+    """
+    tables = []
+    for rows, unit in ((min(_BLOCK, at.limit), 1), (-(-at.limit // _BLOCK), _BLOCK)):
+        angle = np.arange(rows)[:, None] * unit * freq
+        tables.append([jnp.asarray(f(angle), dtype) for f in (np.cos, np.sin)])
+    (cos_a, sin_a), (cos_b, sin_b) = tables
+    rest, block = at.position % _BLOCK, at.position // _BLOCK
+    cos_a, sin_a, cos_b, sin_b = cos_a[rest], sin_a[rest], cos_b[block], sin_b[block]
+    return cos_a * cos_b - sin_a * sin_b, sin_a * cos_b + cos_a * sin_b
+
+
+def rotate(
+    x: Float[Array, "B T N R"], cfg: MlaConfig, pairs: str, at: At | None = None
+) -> Float[Array, "B T N R"]:
     """Turns each pair (a, b) of the last dim by position times frequency, in float32.
 
     Args:
       pairs: "interleaved" (2i, 2i+1), "half" (i, i + R/2) or "none".
+      at: where the row's only token stands; None counts positions from 0.
     Positions run on through a packed row: scores see differences only.
     """
     if pairs == "none":
         return x
     freq, magnitude = frequencies(cfg)
-    angle = np.arange(x.shape[1])[:, None, None] * freq  # float64: 1 M positions keep their phase
     dtype = jnp.promote_types(x.dtype, jnp.float32)
-    cos, sin = (jnp.asarray(magnitude * f(angle), dtype) for f in (np.cos, np.sin))
+    if at is None:
+        angle = np.arange(x.shape[1])[:, None, None] * freq  # float64: 1 M positions keep phase
+        cos, sin = (jnp.asarray(magnitude * f(angle), dtype) for f in (np.cos, np.sin))
+    else:
+        cos, sin = (magnitude * a for a in _turn_at(freq, at, dtype))
     x_wide = x.astype(dtype)
     if pairs == "interleaved":
         a, b = x_wide[..., 0::2], x_wide[..., 1::2]

@@ -5,7 +5,8 @@ Architecture sections 1.2 and 6.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax import lax
 
 from moejax.config import ModelConfig
 from moejax.layers.attn_res import AttnRes
+from moejax.layers.cache import LayerCache, Now
 from moejax.layers.dsa import Dsa
 from moejax.layers.ffn import Glu
 from moejax.layers.kda import Kda
@@ -106,19 +108,54 @@ class DecoderLayer(nnx.Module):
         Returns:
           The state after it, and auxiliary values (losses, loads, counts) of its parts.
         """
+
+        def attend(x_BTD):
+            return self.attn(x_BTD, segment_ids_BT)
+
+        residual, aux, moe_aux = self._sublayers(
+            residual, segment_ids_BT, index, attend, dropout_key
+        )
+        return residual, {**aux, **moe_aux}
+
+    def cached(
+        self, residual: Residual, cache: LayerCache, now: Now, index: jax.Array
+    ) -> tuple[Residual, LayerCache]:
+        """The layer on the tokens at hand; what it remembers of the ones before is in `cache`.
+
+        Returns:
+          The state after it, and what it now remembers (see `write_layer`).
+        """
+        length = residual.sources_XBTD.shape[2]
+        places_T = now.position + jnp.arange(length, dtype=jnp.int32)
+        segment_ids_BT = (places_T >= now.padding_B[:, None]).astype(jnp.int32)
+
+        def attend(x_BTD):
+            return self.attn.cached(x_BTD, cache, now)
+
+        residual, news, _ = self._sublayers(residual, segment_ids_BT, index, attend, None)
+        return residual, news
+
+    def _sublayers(
+        self,
+        residual: Residual,
+        segment_ids_BT: jax.Array,
+        index: jax.Array,
+        attend: Callable[[jax.Array], tuple[jax.Array, Any]],
+        dropout_key: jax.Array | None,
+    ) -> tuple[Residual, Any, dict]:
+        """Both sublayers; with what `attend` gives beside its output, and the experts' measures."""
         mixed = self._read(residual, "attn_mix")
         if self.cfg.attn_res_block:  # mix first, then close the block
             residual = residual.close_block(index % self.cfg.attn_res_block == 0)
-        x_BTD = self.attn_norm(mixed)
-        out, aux = self.attn(x_BTD, segment_ids_BT)
+        out, beside = attend(self.attn_norm(mixed))
         residual = residual.add(self._drop(out, dropout_key, 2 * index))
         x_BTD = self.ffn_norm(self._read(residual, "ffn_mix"))
+        moe_aux: dict = {}
         if isinstance(self.ffn, Glu):
             out = self.ffn(x_BTD)
         else:
             out, moe_aux = self.ffn(x_BTD, segment_ids_BT)
-            aux = {**aux, **moe_aux}
-        return residual.add(self._drop(out, dropout_key, 2 * index + 1)), aux
+        return residual.add(self._drop(out, dropout_key, 2 * index + 1)), beside, moe_aux
 
     def _read(self, residual: Residual, name: str) -> jax.Array:
         if not self.cfg.attn_res_block:

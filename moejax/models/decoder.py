@@ -11,11 +11,13 @@ from flax import nnx
 
 from moejax.config import ModelConfig
 from moejax.layers.attn_res import AttnRes
+from moejax.layers.cache import LayerCache, Now, read_layer, write_layer
 from moejax.layers.embed import Embed
 from moejax.layers.norm import RmsNorm
 from moejax.layers.param import use
 from moejax.memory.policy import remat
 from moejax.models.block import DecoderLayer, Residual, num_sources, start_residual
+from moejax.models.cache import DecodeCache, spread
 from moejax.models.grouping import LayerKind, Segment, segments_of
 from moejax.partitioning import constrain
 
@@ -45,8 +47,7 @@ class Stack(nnx.Module):
         Returns:
           The state after them, and per run the auxiliary values, stacked [repeats, count, ...].
         """
-        split = [nnx.split(getattr(self, f"run{i}")) for i in range(len(self.segment.runs))]
-        graphs, states = [graph for graph, _ in split], [state for _, state in split]
+        graphs, states = self._split()
 
         def layer(graph, residual, state, index):
             return nnx.merge(graph, state)(residual, segment_ids_BT, index, dropout_key)
@@ -65,6 +66,47 @@ class Stack(nnx.Module):
 
         repeats = jnp.arange(self.segment.repeats, dtype=jnp.int32)
         return _scan(group, residual, (repeats, states), self.segment.repeats)
+
+    def cached(
+        self, residual: Residual, caches: tuple[LayerCache, ...], now: Now
+    ) -> tuple[Residual, tuple[LayerCache, ...]]:
+        """All layers of the segment on the tokens at hand.
+
+        The caches [repeats, count, ...] travel in the loops' carry, where each layer's news are
+        written in place.
+        """
+        graphs, states = self._split()
+
+        def group(carry, repeat_states):
+            residual, caches = carry
+            repeat, run_states = repeat_states
+            first = self.segment.first + repeat * self.segment.period
+            updated = []
+            for graph, state, run, cache in zip(
+                graphs, run_states, self.segment.runs, caches, strict=True
+            ):
+
+                def layer(carry, xs, graph=graph, first=first, repeat=repeat):
+                    (residual, cache), (state, count) = carry, xs
+                    before = read_layer(cache, repeat, count)
+                    module = nnx.merge(graph, state)
+                    residual, news = module.cached(residual, before, now, first + count)
+                    return (residual, write_layer(cache, news, repeat, count, now.position)), None
+
+                counts = jnp.arange(run.count, dtype=jnp.int32)
+                (residual, cache), _ = _scan(layer, (residual, cache), (state, counts), run.count)
+                updated.append(cache)
+                first += run.count
+            return (residual, tuple(updated)), None
+
+        repeats = jnp.arange(self.segment.repeats, dtype=jnp.int32)
+        carry, _ = _scan(group, (residual, caches), (repeats, states), self.segment.repeats)
+        return carry
+
+    def _split(self) -> tuple[list, list]:
+        """Graphs and stacked parameters of the runs."""
+        split = [nnx.split(getattr(self, f"run{i}")) for i in range(len(self.segment.runs))]
+        return [graph for graph, _ in split], [state for _, state in split]
 
 
 def _scan(step, carry, xs, length: int):
@@ -129,19 +171,56 @@ class Decoder(nnx.Module):
         """
         if segment_ids_BT is None:
             segment_ids_BT = jnp.ones_like(tokens_BT)
-        x_BTD = constrain(self.embed(tokens_BT, dtype), ("batch", "seq", "embed"))
-        residual = start_residual(x_BTD, num_sources(self.cfg.num_layers, self.cfg.attn_res_block))
+        residual = self._start(tokens_BT, dtype)
         aux = []
         for i in range(self.num_stacks):
             residual, stack_aux = getattr(self, f"stack{i}")(
                 residual, segment_ids_BT, dropout_key, remat
             )
             aux.append(stack_aux)
+        return self.final_norm(self._last_read(residual)), aux
+
+    def prefill(
+        self, tokens_BT: jax.Array, lengths_B: jax.Array, cache: DecodeCache, *,
+        dtype: Any = jnp.float32,
+    ) -> tuple[jax.Array, DecodeCache]:  # fmt: skip
+        """Reads prompts in one parallel pass.
+
+        Args:
+          tokens_BT: int32 ids, each prompt at the end of its row.
+          lengths_B: int32, tokens of each prompt; what stands before them is padding.
+          cache: an empty one, with room for at least T positions.
+          dtype: compute dtype, that of the cache.
+        Returns:
+          Logits [B, V] of the token that follows each prompt, and the filled cache.
+        """
+        padding_B = tokens_BT.shape[1] - lengths_B.astype(jnp.int32)
+        return self._extend(tokens_BT, cache._replace(padding_B=padding_B), True, dtype)
+
+    def decode_step(
+        self, tokens_B: jax.Array, cache: DecodeCache, *, dtype: Any = jnp.float32
+    ) -> tuple[jax.Array, DecodeCache]:
+        """One more token a row: logits [B, V] of the token after it, and the cache with it in."""
+        return self._extend(tokens_B[:, None], cache, False, dtype)
+
+    def _extend(self, tokens_BT, cache: DecodeCache, fresh: bool, dtype):
+        residual, now, layers = self._start(tokens_BT, dtype), cache.now(fresh=fresh), []
+        for i, stack_cache in enumerate(cache.layers):
+            residual, stack_cache = getattr(self, f"stack{i}").cached(residual, stack_cache, now)
+            layers.append(stack_cache)
+        hidden_BTD = self.final_norm(self._last_read(residual)[:, -1:])
+        length = cache.length + tokens_BT.shape[1]
+        cache = spread(DecodeCache(tuple(layers), cache.padding_B, length))
+        return self.logits(hidden_BTD)[:, 0], cache
+
+    def _start(self, tokens_BT: jax.Array, dtype: Any) -> Residual:
+        x_BTD = constrain(self.embed(tokens_BT, dtype), ("batch", "seq", "embed"))
+        return start_residual(x_BTD, num_sources(self.cfg.num_layers, self.cfg.attn_res_block))
+
+    def _last_read(self, residual: Residual) -> jax.Array:
         if self.cfg.attn_res_block:
-            x_BTD = self.final_mix(residual.sources_XBTD, residual.last + 1)
-        else:
-            x_BTD = residual.running_sum()
-        return self.final_norm(x_BTD), aux
+            return self.final_mix(residual.sources_XBTD, residual.last + 1)
+        return residual.running_sum()
 
     def head_table(self) -> nnx.Param:
         """The [V, D] output table."""
