@@ -200,25 +200,34 @@ class Checkpoints:
         return f"{error} There is no earlier one: delete {bad} to start anew."
 
     @staticmethod
-    def restore_weights(path: str | pathlib.Path, abstract_params: PyTree) -> PyTree:
-        """Only the weights, from a workdir, a folder of steps (its newest), or one step.
+    def restore_parts(
+        path: str | pathlib.Path, abstract: Mapping[str, PyTree]
+    ) -> dict[str, PyTree]:
+        """Some parts of a state, from a workdir, a folder of steps (its newest), or one step.
 
-        Dtypes are those of `abstract_params`, whatever was saved.
+        Dtypes are those of `abstract`, whatever was saved.
 
+        Args:
+          path: where.
+          abstract: {"params": ...} and any other parts, as for `restore`; the rest is not read.
         Raises:
           CheckpointError: as `restore`.
         """
         directory, step = layout.locate(path)
         source = Checkpoints(directory)
         where = source.path(layout.steps_in(directory)[-1] if step is None else step)
-        wanted = layout.describe({"params": abstract_params})
         try:
             saved = reader.read_meta(where)["leaves"]
-            saved = {name: leaf for name, leaf in saved.items() if name.startswith("params/")}
-            layout.check_leaves(str(where), saved, wanted, dtypes=False)
-            return reader.read_arrays(where, {"params": abstract_params})["params"]
+            saved = {name: leaf for name, leaf in saved.items() if name.split("/")[0] in abstract}
+            layout.check_leaves(str(where), saved, layout.describe(abstract), dtypes=False)
+            return _join(reader.read_arrays(where, _split(abstract)), abstract)
         except reader.DamagedError as error:
             raise CheckpointError(source._offer(error)) from error
+
+    @staticmethod
+    def restore_weights(path: str | pathlib.Path, abstract_params: PyTree) -> PyTree:
+        """Only the weights; see `restore_parts`."""
+        return Checkpoints.restore_parts(path, {"params": abstract_params})["params"]
 
     def wait(self) -> None:
         """Returns when the save in progress is on disk. Raises CheckpointError if it failed."""

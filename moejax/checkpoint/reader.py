@@ -89,6 +89,8 @@ def read_meta(step_dir: pathlib.Path, *, verify: bool = True) -> dict[str, Any]:
 def read_arrays(step_dir: pathlib.Path, abstract: Mapping[str, PyTree]) -> dict[str, PyTree]:
     """Items `abstract` names, each in its given structure, dtype and sharding.
 
+    Leaves of an item that `abstract` does not name are left on disk.
+
     Args:
       step_dir: the step.
       abstract: item name -> pytree of jax.ShapeDtypeStruct; one without a sharding goes to the
@@ -100,7 +102,9 @@ def read_arrays(step_dir: pathlib.Path, abstract: Mapping[str, PyTree]) -> dict[
         step_dir,
         **{
             item: ocp.args.PyTreeRestore(
-                item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(tree)
+                item=tree,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
+                partial_restore=True,
             )
             for item, tree in requests.items()
             if tree
@@ -130,3 +134,9 @@ def read_config(path: str | pathlib.Path) -> dict[str, Any]:
     directory, step = layout.locate(path)
     step = layout.steps_in(directory)[-1] if step is None else step
     return read_meta(directory / str(step), verify=False)["config"]
+
+
+def has_part(step_dir: pathlib.Path, part: str) -> bool:
+    """Whether a step holds leaves of this part of a state, `opt_state` say."""
+    leaves = read_meta(step_dir, verify=False)["leaves"]
+    return any(name.split("/")[0] == part for name in leaves)

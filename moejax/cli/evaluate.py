@@ -125,14 +125,12 @@ def evaluate(cfg: RunConfig, checkpoint: pathlib.Path, split: str) -> dict[str, 
     """Step, split, loss, nats_per_byte, num_tokens and checkpoint, ready for JSON."""
     import jax
 
-    from moejax.checkpoint import Checkpoints
     from moejax.data import load_corpus, make_eval_batches
-    from moejax.optim import ema_params
     from moejax.partitioning import make_mesh
     from moejax.train.compile import enable_cache
     from moejax.train.evaluate import Evaluator
     from moejax.train.run import check_vocabulary
-    from moejax.train.state import abstract_tree, build_program, from_tree
+    from moejax.train.state import abstract_tree, build_program
 
     corpus = load_corpus(cfg.data, split)  # type: ignore[arg-type]
     tokenizer = _tokenizer(cfg, checkpoint)
@@ -140,12 +138,10 @@ def evaluate(cfg: RunConfig, checkpoint: pathlib.Path, split: str) -> dict[str, 
     enable_cache(cfg.compile_cache)
     program = build_program(cfg, make_mesh(cfg.mesh))
     step = int(checkpoint.name)
-    restored = Checkpoints(checkpoint.parent).restore(step, abstract_tree(program))
-    state = from_tree(restored.state)
-    params = ema_params(state.opt_state) if cfg.optim.ema_decay else state.params
+    params, balance = _model_state(cfg, checkpoint, abstract_tree(program))
     shard = (jax.process_index(), jax.process_count())
     batches = make_eval_batches(cfg.data, tokenizer, corpus, cfg.eval.batch_size, shard=shard)
-    result = Evaluator(program, batches)(params, state.balance)
+    result = Evaluator(program, batches)(params, balance)
     return {
         "checkpoint": str(checkpoint),
         "step": step,
@@ -154,6 +150,24 @@ def evaluate(cfg: RunConfig, checkpoint: pathlib.Path, split: str) -> dict[str, 
         "nats_per_byte": result.nats_per_byte,
         "num_tokens": result.num_labels,
     }
+
+
+def _model_state(
+    cfg: RunConfig, checkpoint: pathlib.Path, abstract: dict[str, Any]
+) -> tuple[Any, Any]:
+    """Weights (their average where the run kept one) and balancing state of a step.
+
+    The optimizer's state is read only for the average; an imported checkpoint has none.
+    """
+    from moejax.checkpoint import Checkpoints, has_part
+    from moejax.optim import ema_params
+
+    if cfg.optim.ema_decay and has_part(checkpoint, "opt_state"):
+        state = Checkpoints(checkpoint.parent).restore(int(checkpoint.name), abstract).state
+        return ema_params(state["opt_state"]), state["balance"]
+    wanted = {key: abstract[key] for key in ("params", "balance")}
+    parts = Checkpoints.restore_parts(checkpoint, wanted)
+    return parts["params"], parts["balance"]
 
 
 def _tokenizer(cfg: RunConfig, checkpoint: pathlib.Path) -> Any:

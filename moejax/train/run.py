@@ -155,8 +155,9 @@ def restore_or_init(
         return from_tree(restored.state), restored.position
     state = None
     if cfg.init_from:
-        weights = Checkpoints.restore_weights(cfg.init_from, abstract_tree(program)["params"])
-        state = init_state(program, cfg.seed, params=weights)
+        # A router's bias belongs to its weights: without it other experts would be chosen.
+        wanted = {key: abstract_tree(program)[key] for key in ("params", "balance")}
+        state = init_state(program, cfg.seed, **Checkpoints.restore_parts(cfg.init_from, wanted))
         say(f"starting from the weights of {cfg.init_from}")
     return init_state(program, cfg.seed) if state is None else state, {}
 

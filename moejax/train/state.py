@@ -55,17 +55,21 @@ def build_program(cfg: RunConfig, mesh: Mesh) -> Program:
     return Program(cfg, parts, optimizer, mesh, abstract, shardings)
 
 
-def init_state(program: Program, seed: int, params: dict | None = None) -> TrainState:
+def init_state(
+    program: Program, seed: int, params: dict | None = None, balance: dict | None = None
+) -> TrainState:
     """A fresh state, made sharded inside jit: the same numbers on every mesh.
 
     Args:
       seed: of the initial weights.
       params: weights to start from instead of fresh ones.
+      balance: balancing state that belongs to them.
     """
 
-    def build(key: jax.Array, params: dict | None) -> TrainState:
-        fresh, balance = program.parts.init(key)
+    def build(key: jax.Array, params: dict | None, balance: dict | None) -> TrainState:
+        fresh, even = program.parts.init(key)
         params = fresh if params is None else params
+        balance = even if balance is None else balance
         return TrainState(params, program.optimizer.init(params), balance, jnp.zeros((), jnp.int32))
 
     # Drawing a hundred arrays once is all compile time on a CPU: no optimisation there, three times
@@ -74,7 +78,7 @@ def init_state(program: Program, seed: int, params: dict | None = None) -> Train
     options = {"xla_backend_optimization_level": 0} if on_cpu else None
     with jax.set_mesh(program.mesh):
         return jax.jit(build, out_shardings=program.shardings, compiler_options=options)(
-            jax.random.key(seed), params
+            jax.random.key(seed), params, balance
         )
 
 
