@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pathlib
@@ -79,7 +80,7 @@ def _parser() -> Parser:
 
 def _count(text: str) -> int:
     if not text.isdigit() or int(text) > 1024:
-        raise ConfigError(f"--workers={text} is no number of processes: it must be 0 to 1024.")
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of processes from 0 to 1024")
     return int(text)
 
 

@@ -7,6 +7,7 @@ lengths.
 """
 
 import dataclasses
+import logging
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,6 +18,9 @@ from moejax.data.corpus import CHUNK, Corpus, LazyTexts
 from moejax.data.tokenize import Tokenizer
 
 IGNORED = -100
+# Bytes of text above which tokenising at every start is worth a remark: about a minute's work.
+_LARGE = 500_000_000
+_LOG = logging.getLogger(__name__)
 Row = dict[str, np.ndarray]
 
 
@@ -73,6 +77,12 @@ def tokenize_corpus(tokenizer: Tokenizer, corpus: Corpus) -> Documents:
         np.cumsum(corpus.cache.lengths, out=starts[1:])
         return Documents(corpus.cache.tokens, starts, tokenizer.eos_id)
     if isinstance(corpus.texts, LazyTexts):
+        if corpus.num_bytes > _LARGE:
+            _LOG.warning(
+                "tokenising %.1f GB of %s at every start; `moejax data prepare` does it once",
+                corpus.num_bytes / 1e9,
+                corpus.name,
+            )
         # Chunk by chunk, so that the texts are never in memory together.
         dtype, chunks = token_dtype(tokenizer.vocab_size), []
         for at in range(0, len(corpus), CHUNK):

@@ -101,13 +101,22 @@ def run(
         state, position = restore_or_init(program, checkpoints, say)
         if "data" in position:
             iterator.set_state(position["data"])
-    _write_facts(cfg, workdir, tokenizer, corpora, mesh)
     start = int(state.step)
+    last_step = iterator.last_step(start, cfg.train.num_steps)
+    if last_step < cfg.train.num_steps:
+        say(
+            f"data.epochs={cfg.data.epochs}: the data is used up after step {last_step} of "
+            f"train.num_steps={cfg.train.num_steps}; the run ends there."
+        )
+    if latest is not None and last_step <= start:
+        iterator.close()
+        return TrainResult({}, checkpoints.path(latest), latest, "data used up before")
+    _write_facts(cfg, workdir, tokenizer, corpora, mesh)
     writers = open_writers(workdir, cfg.log, first_step=start + 1)
     profiler = StepProfiler(cfg.profile, workdir, say)
     try:
         with (
-            Progress(cfg.train.num_steps, first_step=start, enabled=cfg.log.progress) as progress,
+            Progress(last_step, first_step=start, enabled=cfg.log.progress) as progress,
             StopRequest() as stop,
         ):
             loop = Loop(
