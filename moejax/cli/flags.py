@@ -90,6 +90,11 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return rest, overrides
 
 
+def add_source(parser: Parser, name: str, help: str) -> None:
+    """One positional argument; None where it is missing, so that the command says what to give."""
+    parser.add_argument(name, nargs="?", help=help)
+
+
 def add_config(parser: Parser, help: str = "name of a shipped config, or a config file") -> None:
     parser.add_argument("--config", metavar="NAME|FILE", help=help)
 

@@ -16,7 +16,10 @@ from moejax.version import __version__
 COMMANDS = {
     "train": ("moejax.cli.train", "train a config in a workdir, or resume what is there"),
     "eval": ("moejax.cli.evaluate", "loss of a checkpoint on a split"),
+    "generate": ("moejax.cli.generate", "text that a model continues"),
     "config": ("moejax.cli.config", "resolved config, parameter counts, sharding table"),
+    "import-hf": ("moejax.cli.import_hf", "a Hugging Face folder becomes a checkpoint"),
+    "export-hf": ("moejax.cli.export_hf", "a checkpoint becomes a Hugging Face folder"),
     "data": ("moejax.cli.data", "tokenise text once, before the runs that use it"),
     "tokenizer": ("moejax.cli.tokenizer", "train a byte-level BPE on the config's text"),
 }

@@ -1,0 +1,125 @@
+"""`moejax.load(PATH)`: a checkpoint, a training workdir or a Hugging Face folder as a model."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from moejax.checkpoint import Checkpoints, has_part, locate, read_config
+from moejax.checkpoint.hf_source import HfSource
+from moejax.checkpoint.layout import named_leaves, steps_in
+from moejax.config import MeshConfig, RunConfig
+from moejax.config.load import as_run_config
+from moejax.data import ByteTokenizer, Tokenizer, load_tokenizer
+from moejax.generate.model import LanguageModel
+from moejax.models.parts import ModelParts, model_parts
+from moejax.optim import build_optimizer, ema_params, state_shardings
+from moejax.partitioning import make_mesh, shardings_for
+from moejax.typing import PyTree
+
+_TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model")
+# Parameters that stay in float32 whatever the others are held in.
+_FLOAT32 = ("a_log", "dt_bias", "q_conv", "k_conv", "v_conv", "o_norm")
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    mesh: Mesh | MeshConfig | None = None,
+    dtype: Any = "float32",
+    compute_dtype: Any = "float32",
+    allow: Collection[str] = (),
+) -> LanguageModel:
+    """A model with its weights and tokenizer.
+
+    Of a run that kept a moving average of its weights, the average.
+
+    Args:
+      path: a training workdir (its newest checkpoint), one checkpoint, what `moejax import-hf`
+        made, or a Hugging Face folder, whose tensors are read straight into each device's share.
+      mesh: devices; None puts all of them along `fsdp`.
+      dtype: of the weights in memory; the few that must be float32 are.
+      compute_dtype: of the layers.
+      allow: names of tensors in a Hugging Face folder that may be there unused.
+    Raises:
+      ConfigError: nothing there that can be read; the line says why.
+    """
+    if mesh is None or isinstance(mesh, MeshConfig):
+        mesh = make_mesh(mesh or MeshConfig())
+    path = pathlib.Path(path).expanduser().absolute()
+    if is_hf_folder(path):
+        source = HfSource(path, allow_unexpected=allow)
+        parts, tokenizer = source.parts, _tokenizer_in(path)
+        params, balance = (source.load(tree) for tree in _abstract(parts, mesh, dtype))
+    else:
+        directory, step = locate(path)
+        where = directory / str(steps_in(directory)[-1] if step is None else step)
+        cfg = as_run_config(read_config(where))
+        parts, tokenizer = model_parts(cfg.model), _tokenizer(cfg, directory.parent)
+        params, balance = _restore(where, cfg, parts, mesh, dtype)
+    return LanguageModel(
+        parts, params, balance, mesh, tokenizer=tokenizer, compute_dtype=compute_dtype
+    )
+
+
+def is_hf_folder(path: pathlib.Path) -> bool:
+    """Whether a folder is a model in a published format and no workdir of ours."""
+    return (path / "config.json").is_file() and not steps_in(path / "checkpoints")
+
+
+def _restore(
+    where: pathlib.Path, cfg: RunConfig, parts: ModelParts, mesh: Mesh, dtype: Any
+) -> tuple[PyTree, PyTree]:
+    params, balance = _abstract(parts, mesh, dtype)
+    if not (cfg.optim.ema_decay and has_part(where, "opt_state")):
+        arrays = Checkpoints.restore_parts(where, {"params": params, "balance": balance})
+        return arrays["params"], arrays["balance"]
+    optimizer = build_optimizer(cfg.optim, cfg.train.num_steps, parts.infos)
+    state = jax.eval_shape(optimizer.init, parts.params)
+    shardings = state_shardings(state, parts.params, jax.tree.map(lambda a: a.sharding, params))
+    wanted = {"params": params, "balance": balance, "opt_state": _placed(state, shardings)}
+    arrays = Checkpoints.restore_parts(where, wanted)
+    average = ema_params(arrays["opt_state"])
+    return jax.tree.map(lambda a, b: a.astype(b.dtype), average, params), arrays["balance"]
+
+
+def _placed(tree: PyTree, shardings: PyTree) -> PyTree:
+    return jax.tree.map(
+        lambda a, place: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tree, shardings
+    )
+
+
+def _abstract(parts: ModelParts, mesh: Mesh, dtype: Any) -> tuple[PyTree, PyTree]:
+    """Shapes, types and shardings of the parameters and the balancing state."""
+    leaves = [
+        jax.ShapeDtypeStruct(
+            leaf.shape, jnp.float32 if name.endswith(_FLOAT32) else jnp.dtype(dtype)
+        )
+        for name, leaf in named_leaves(parts.params).items()
+    ]
+    params = jax.tree.unflatten(jax.tree.structure(parts.params), leaves)
+    everywhere = jax.tree.map(lambda _: NamedSharding(mesh, P()), parts.balance)
+    return (
+        _placed(params, shardings_for(parts.infos, parts.params, mesh)),
+        _placed(parts.balance, everywhere),
+    )
+
+
+def _tokenizer(cfg: RunConfig, workdir: pathlib.Path) -> Tokenizer | None:
+    """The run's own tokenizer: in its workdir, or where its config says."""
+    if cfg.data.tokenizer == "byte":
+        return ByteTokenizer()
+    return _tokenizer_in(workdir if cfg.data.tokenizer == "bpe" else workdir / cfg.data.tokenizer)
+
+
+def _tokenizer_in(path: pathlib.Path) -> Tokenizer | None:
+    """The tokenizer of a folder or file; None where there is none."""
+    there = path.is_file() or any((path / name).is_file() for name in _TOKENIZER_FILES)
+    return load_tokenizer(path) if there else None
