@@ -1,0 +1,257 @@
+"""Published formats in and out: every tensor, every byte; and what is wrong is named."""
+
+import dataclasses
+import json
+import math
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from moejax.checkpoint import CheckpointError, Checkpoints, HfFolder
+from moejax.checkpoint.hf_export import export_hf
+from moejax.checkpoint.hf_import import import_hf
+from moejax.checkpoint.hf_source import HfSource
+from moejax.checkpoint.key_map import KeyMap
+from moejax.checkpoint.layout import named_leaves
+from moejax.config.load import load_config
+from moejax.models.hf_config import FAMILIES, read_hf_config
+from moejax.models.hf_config_write import first_difference, write_hf_config
+from moejax.models.parts import model_parts
+from tests.models.published import FOLDER
+
+FOLDERS = (
+    "k3_text", "k3_multimodal", "k3_mxfp4", "kimi_linear", "deepseek_v3", "deepseek_v32",
+    "deepseek_v32_fp8", "bailing_hybrid",
+)  # fmt: skip
+SHIPPED = ("tiny", "small", "kimi_k31", "kimi_linear_48b", "deepseek_v32")
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_export_of_import_is_bit_equal(name, tmp_path):
+    report = import_hf(FOLDER / name, tmp_path / "in")
+    export_hf(tmp_path / "in", tmp_path / "out", max_shard_bytes=150_000)
+    before, after = HfFolder(FOLDER / name), HfFolder(tmp_path / "out")
+    assert after.keys() == before.keys() and after.config == before.config
+    assert len(after.files) > 1
+    for key in before.keys():
+        assert bytes(after.raw(key)) == bytes(before.raw(key)), key
+    assert report.num_carried == (24 if name == "k3_multimodal" else 0)
+
+
+def test_parts_that_are_not_computed_are_carried(tmp_path):
+    """An MTP layer, and the depth query of layer 0 that no layer reads."""
+    folder = tmp_path / "src"
+    shutil.copytree(FOLDER / "k3_text", folder, ignore=shutil.ignore_patterns("grads*", "cases*"))
+    tensors = load_file(folder / "model.safetensors")
+    mtp = "language_model.model.layers.6."
+    rng = np.random.default_rng(0)
+    tensors[mtp + "eh_proj.weight"] = rng.standard_normal((32, 64)).astype(ml_dtypes.bfloat16)
+    tensors[mtp + "enorm.weight"] = rng.standard_normal(32).astype(np.float32)
+    tensors["language_model.model.layers.1.self_attn.A_log"][5:] = 3.5  # padding that is not zero
+    query = "language_model.model.layers.0.self_attention_res_proj.weight"
+    assert query in tensors and np.any(tensors[query])
+    save_file(tensors, folder / "model.safetensors")
+    import_hf(folder, tmp_path / "in")
+    export_hf(tmp_path / "in", tmp_path / "out")
+    after = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(after) == set(tensors)
+    for key, value in tensors.items():
+        assert after[key].dtype == value.dtype and after[key].tobytes() == value.tobytes(), key
+    del tensors[query]
+    save_file(tensors, folder / "model.safetensors")
+    report = import_hf(folder, tmp_path / "without")
+    assert report.absent == [query]
+    export_hf(tmp_path / "without", tmp_path / "without_out")
+    assert set(load_file(tmp_path / "without_out" / "model.safetensors")) == set(tensors)
+
+
+def test_leaves_hold_the_dequantised_weights(tmp_path):
+    import_hf(FOLDER / "k3_mxfp4", tmp_path / "in")
+    source = HfSource(FOLDER / "k3_mxfp4")
+    want = load_file(FOLDER / "k3_mxfp4" / "dequantised_layer_2.safetensors")
+    assert want
+    for key, value in want.items():
+        assert source.read(key).tobytes() == value.tobytes(), key
+    leaves = named_leaves(
+        Checkpoints.restore_parts(tmp_path / "in", {"params": source.parts.params})
+    )
+    for name in source.tensors:
+        for leaf, index, array in source.pieces(name):
+            if not leaf.endswith("router/bias"):
+                got = np.asarray(leaves["params/" + leaf])[index]
+                assert got.tobytes() == np.ascontiguousarray(array).tobytes(), name
+
+
+def test_fp8_leaves_are_the_product_rounded_once(tmp_path):
+    source = HfSource(FOLDER / "deepseek_v32_fp8")
+    want = load_file(FOLDER / "deepseek_v32_fp8" / "dequantised_some.safetensors")
+    for key, value in want.items():
+        assert source.read(key).tobytes() == value.tobytes(), key
+        half = source.read(key, ml_dtypes.bfloat16)
+        assert half.tobytes() == value.astype(ml_dtypes.bfloat16).tobytes(), key
+
+
+def test_weights_that_training_moved_are_requantised(tmp_path):
+    """Scales are kept while they hold the values, and grow with those that outgrew them."""
+    source = HfSource(FOLDER / "k3_mxfp4")
+    name = "language_model.model.layers.2.block_sparse_moe.experts.0.w1.weight"
+    key = name.removesuffix(".weight")
+    values = source.read(name)
+    from moejax.checkpoint import quant
+    from moejax.checkpoint.hf_export import _with_scales
+
+    scales = source.folder.read(key + ".weight_scale")
+    same, kept = _with_scales("mxfp4", values, scales)
+    np.testing.assert_array_equal(kept, scales)
+    moved = values.copy()
+    moved[3, 40] = 5 * np.abs(values[3, 32:64]).max()
+    _, grown = _with_scales("mxfp4", moved, scales)
+    assert (grown != scales).sum() == 1 and grown[3, 1] > scales[3, 1]
+    back = quant.mxfp4_decode(*quant.mxfp4_encode(moved, grown))
+    assert abs(back[3, 40] - moved[3, 40]) <= 0.25 * abs(moved[3, 40])
+
+
+@pytest.mark.parametrize("experts", ["bfloat16", "mxfp4"])
+def test_experts_are_exported_as_asked(experts, tmp_path):
+    import_hf(FOLDER / "k3_mxfp4", tmp_path / "in")
+    export_hf(tmp_path / "in", tmp_path / "out", experts=experts)
+    after = HfSource(tmp_path / "out")
+    before = HfSource(FOLDER / "k3_mxfp4")
+    quantised = "quantization_config" in after.raw_config["text_config"]
+    assert quantised == (experts == "mxfp4")
+    for name, tensor in after.tensors.items():
+        if ".experts." in name:
+            assert tensor.kind == ("mxfp4" if experts == "mxfp4" else "plain")
+            assert after.read(name).tobytes() == before.read(name).tobytes()
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_config_json_gives_the_model_back(name):
+    cfg = load_config(name, {}).model
+    raw = json.loads(json.dumps(write_hf_config(cfg)))
+    family, again = read_hf_config(raw)
+    assert not first_difference(cfg, again) and not first_difference(again, cfg)
+    parts = model_parts(again)
+    assert parts.params.keys() == model_parts(cfg).params.keys()
+    assert family is FAMILIES[raw["model_type"]]
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "deepseek_v3", "deepseek_v32"])
+def test_both_spellings_of_a_config_are_one_model(name):
+    models = []
+    for file in ("config.json", "config_hub.json"):
+        models.append(read_hf_config(json.loads((FOLDER / name / file).read_text()))[1])
+    assert not first_difference(*models)
+
+
+def test_every_key_of_kimi_k3_is_accounted_for():
+    """497,220 keys: 69 KDA layers, 24 MLA layers, 92 x 896 experts in codes, vision, projector."""
+    parts = model_parts(load_config("kimi_k3", {}).model)
+    keys = KeyMap(parts, FAMILIES["kimi_k3"].spelling)
+    names = list(keys.entries)
+    routed = [name for name in names if ".experts." in name]
+    assert len(routed) == 92 * 896 * 3
+    vision = [f"vision_tower.encoder.blocks.{j}.wqkv.weight" for j in range(27)]
+    assert all(keys.kind(name) == "carried" for name in [*vision, "mm_projector.proj.0.weight"])
+    # Codes and scales make two keys of every routed map; 165 + 3 keys are not the language model's.
+    assert len(names) + len(routed) + 168 == 497_220
+    padding = 69 * (128 - 96)
+    assert sum(math.prod(e.shape) for e in keys.entries.values()) - padding == 2_779_484_476_000
+    first = keys.entries["language_model.model.layers.3.self_attn.q_b_proj.weight"]
+    assert first.shape == (18432, 1536)
+    assert keys.kind("language_model.model.layers.93.eh_proj.weight") == "carried"
+    assert keys.kind("language_model.model.layers.92.eh_proj.weight") == "unexpected"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_value_of_every_leaf_has_one_place(name):
+    """Tensors of a model cover its leaves exactly: by count, and by disjoint places."""
+    parts = model_parts(load_config(name, {}).model)
+    spelling = FAMILIES[write_hf_config(parts.cfg)["model_type"]].spelling
+    keys = KeyMap(parts, dataclasses.replace(spelling, a_log="n"))
+    values = sum(math.prod(e.shape) for e in keys.entries.values())
+    assert values == sum(math.prod(leaf.shape) for leaf in keys.leaves.values())
+    places = [(leaf, str(index)) for e in keys.entries.values() for leaf, index in e.places]
+    assert len(set(places)) == len(places)
+
+
+@pytest.mark.parametrize(
+    "name, key, tensor",
+    [
+        ("nemotron_h", "chunk_size", "backbone.embeddings.weight"),
+        ("qwen3_next", "decoder_sparse_step", "model.layers.0.linear_attn.A_log"),
+        ("glm5_next_text", "hc_eps", "model.language_model.embed_tokens.weight"),
+        ("glm_moe_dsa", "indexer_types", None),
+    ],
+)
+def test_other_families_are_refused_by_their_first_key(name, key, tensor, tmp_path):
+    given = json.loads((FOLDER / "only_shapes" / f"{name}.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(given["config"]))
+    save_file(
+        {k: np.zeros(s, np.int8) for k, s in given["shapes"].items()}, tmp_path / "m.safetensors"
+    )
+    with pytest.raises(CheckpointError, match=rf"key {key}=") as error:
+        import_hf(tmp_path, tmp_path / "out")
+    assert tensor is None or str(error.value).endswith(f"First tensor of it: {tensor}.")
+    assert not (tmp_path / "out").exists()
+
+
+def _change(tensors: dict, raw: dict, what: str) -> None:
+    key = "model.layers.1.mlp.experts.2.up_proj.weight"
+    if what == "missing":
+        del tensors[key]
+    elif what == "unexpected":
+        tensors["model.layers.1.mlp.adapter.weight"] = np.zeros(3, np.float32)
+    elif what == "shape":
+        tensors[key] = tensors[key].T.copy()
+    elif what == "config":
+        raw["use_sliding_window"] = True
+    elif what == "bias":
+        raw["attention_bias"] = True
+    elif what == "no family":
+        raw["model_type"] = "llama"
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        (
+            "missing",
+            r"key model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight is missing from model",
+        ),
+        ("unexpected", r"model\.safetensors, key model\.layers\.1\.mlp\.adapter\.weight: no part"),
+        ("shape", r"up_proj\.weight: shape \[32, 12\], but config\.json asks for \[12, 32\]"),
+        ("config", r"key use_sliding_window=True is not supported"),
+        ("bias", r"key attention_bias=True is not supported"),
+        ("no family", r"key model_type='llama' is not supported"),
+    ],
+)
+def test_what_does_not_fit_is_named_and_nothing_stays(what, message, tmp_path):
+    src = tmp_path / "src"
+    src.mkdir()
+    tensors = load_file(FOLDER / "deepseek_v3" / "model.safetensors")
+    raw = json.loads((FOLDER / "deepseek_v3" / "config.json").read_text())
+    _change(tensors, raw, what)
+    save_file(tensors, src / "model.safetensors")
+    (src / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=message) as error:
+        import_hf(src, tmp_path / "out")
+    assert "\n" not in str(error.value)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
+    if what == "unexpected":
+        report = import_hf(src, tmp_path / "out", allow=["model.layers.1.mlp.adapter"])
+        assert report.num_carried == 1
+
+
+def test_a_shard_that_ends_early_leaves_nothing(tmp_path):
+    src = tmp_path / "src"
+    shutil.copytree(FOLDER / "deepseek_v3", src)
+    (src / "grads.safetensors").unlink()
+    data = (src / "model.safetensors").read_bytes()
+    (src / "model.safetensors").write_bytes(data[:-100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        import_hf(src, tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
