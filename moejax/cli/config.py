@@ -10,7 +10,7 @@ from typing import Any
 
 from moejax.cli.flags import Parser, add_config, positive, required_config
 from moejax.cli.tables import Column, print_table, say
-from moejax.config import MESH_AXES, RunConfig, as_dict, flat_names
+from moejax.config import MESH_AXES, RunConfig, SourceConfig, as_dict, flat_names
 from moejax.config.load import field_comments, section_names
 
 EXAMPLES = (
@@ -136,6 +136,9 @@ def print_fields(cfg: RunConfig) -> None:
 
 
 def _text(value: Any) -> str:
+    if isinstance(value, tuple) and value and isinstance(value[0], dict):
+        usual = as_dict(SourceConfig())
+        return repr(tuple({k: v for k, v in one.items() if v != usual[k]} for one in value))
     return value if isinstance(value, str) and value else repr(value)
 
 

@@ -151,7 +151,7 @@ def build_section(cls: type, values: Mapping[str, Any], prefix: str = "") -> Any
     for name, value in values.items():
         default = _default_of(fields[name])
         if entry := fields[name].metadata.get("section"):
-            given[name] = _entries(entry, value, prefix + name)
+            given[name] = section_entries(entry, value, prefix + name)
         elif isinstance(default, Section):
             if not isinstance(value, Mapping):
                 raise ConfigError(
@@ -163,7 +163,7 @@ def build_section(cls: type, values: Mapping[str, Any], prefix: str = "") -> Any
     return cls(**given)
 
 
-def _entries(cls: Any, value: Any, name: str) -> tuple[Any, ...]:
+def section_entries(cls: Any, value: Any, name: str) -> tuple[Any, ...]:
     """Sections from a sequence of mappings, or from a mapping of name -> mapping."""
     if isinstance(value, Mapping):
         if not all(isinstance(entry, Mapping) for entry in value.values()):

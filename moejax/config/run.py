@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from typing import Any
 
-from moejax.config.fields import ConfigError, Section, setting
+from moejax.config.fields import ConfigError, Section, section_entries, setting
 from moejax.config.model import ModelConfig
 
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
@@ -104,11 +105,11 @@ class SourceConfig(SourceFields):
     source: str = setting("files", choices=SOURCES)
 
 
-def _named(field: str, sources: tuple) -> tuple:
+def _named(field: str, sources: Any) -> tuple:
     """The sources, each with a name of its own that can be a folder's."""
     named = tuple(
         source if source.name else source.replace(name=f"{source.source}-{place}")
-        for place, source in enumerate(sources)
+        for place, source in enumerate(section_entries(SourceConfig, sources, field))
     )
     names = [source.name for source in named]
     for name in names:
@@ -251,6 +252,7 @@ class RunConfig(Section):
 
     seed: int = setting(0, ge=0, lt=2**31)
     init_from: str = setting("")
+    init_allow: tuple = setting((), items=str)
     compile_cache: str = setting("auto")
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)

@@ -243,6 +243,8 @@ def _finish(
         "splits": splits,
     }
     write_json(folder / MANIFEST, manifest)
+    for partial in folder.glob(".*.[0-9]*"):  # of a call that was killed while it wrote
+        partial.unlink(missing_ok=True)
     counts = {split: {k: v for k, v in s.items() if k != "shards"} for split, s in splits.items()}
     sums = {k: sum(c[k] for c in counts.values()) for k in ("documents", "tokens", "bytes")}
     return Report(name, str(folder), **sums, splits=counts, reused=reused)

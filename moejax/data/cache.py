@@ -181,6 +181,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> dict[str, Any]:
         for split in ("train", "validation"):
             for shard in manifest["splits"][split]["shards"]:
                 shard["name"], shard["sha256"], int(shard["bytes"]), int(shard["tokens"])
+                int(shard["documents"])
         manifest["tokenizer"]["sha256"], manifest["tokenizer"]["name"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: not a manifest ({type(error).__name__}: {error}).") from error
@@ -196,8 +197,10 @@ def _load(folder: str, shard: dict[str, Any], what: str) -> np.ndarray:
     if os.path.basename(name) != name:
         raise ConfigError(f"{folder}/{MANIFEST} names {name!r}, outside of the folder.")
     count = shard["tokens" if what == "tokens" else "documents"]
+    if not count:  # an empty file cannot be mapped
+        return np.zeros(0, np.uint16)
     try:
-        array = np.load(path, mmap_mode="r" if count else None, allow_pickle=False)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise ConfigError(
             f"{path}: damaged or missing ({reason(error)}). Prepare it again."

@@ -106,7 +106,7 @@ class TrainIterator(Iterator[Batch]):
         }
         if isinstance(self._rows, MixedRows):
             state["mixture"] = {
-                "weights": self._rows.weights,
+                "weights": _weights(self._rows),
                 "base": self._rows.base,
                 "member_rows": self._rows.member_rows(self._consumed),
                 "member_rows_per_epoch": self._rows.member_rows_per_epoch(),
@@ -213,6 +213,11 @@ def _mixed_rows(cfg: DataConfig, tokenizer: Tokenizer, corpus: Corpus, seed: int
     return MixedRows(members, {member.name: member.weight for member in cfg.mixture})
 
 
+def _weights(rows: MixedRows) -> list[list[Any]]:
+    """[name, weight] of each member, as JSON gives it back; the order decides whose turn it is."""
+    return [[name, weight] for name, weight in rows.weights.items()]
+
+
 def _same_share(rows: int, old: int, new: int) -> int:
     """Row of the same share of the same epoch, when an epoch has `new` rows instead of `old`."""
     epoch, place = divmod(rows, old)
@@ -227,7 +232,7 @@ def _mixture_start(rows: MixedRows, consumed: int, saved: Any) -> int:
     per_epoch = rows.member_rows_per_epoch()
     try:
         before = {name: int(count) for name, count in saved["member_rows_per_epoch"].items()}
-        if saved["weights"] == rows.weights and before == per_epoch:
+        if saved["weights"] == _weights(rows) and before == per_epoch:
             rows.start(saved["base"])
             return consumed
         stood = {name: int(count) for name, count in saved["member_rows"].items()}

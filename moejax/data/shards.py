@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,8 @@ _WORKER: dict[str, Any] = {}
 
 def start_worker(spec: DataConfig, sources: list[SourceFields]) -> None:
     """Once a process: its tokenizer; sources are opened when a shard wants them."""
+    # Ctrl-C is for the first process, which lets the shards in work be finished.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     # The processes are the parallelism; threads on top would only wait for each other.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _WORKER.update(tokenizer=get_tokenizer(spec, None), sources=sources, texts={})

@@ -71,6 +71,11 @@ def test_help(moejax):
     assert done.code == 0 and "--workers" in done.out and "report.json" in done.out
 
 
+def test_config_shows_of_a_mixture_what_was_set(moejax):
+    shown = moejax("config", "--config=tiny", "--fields", "--config.data.mixture=[{'name': 'a'}]")
+    assert "data.mixture=({'name': 'a'},)" in shown.out
+
+
 def test_a_run_on_a_mixture_ends_when_the_data_is_used_up(moejax, table, tmp_path):
     """From Parquet and a cache, one epoch: so many steps as their rows, and not one more."""
     cache, workdir = tmp_path / "cache", tmp_path / "run"

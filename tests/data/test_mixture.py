@@ -178,6 +178,16 @@ def test_a_mixture_follows_a_single_source_and_the_other_way_round():
         mixed.set_state({"format": 1, "rows": 3, "rows_per_epoch": 9, "mixture": {}})
 
 
+def test_members_in_another_order_go_on_where_they_stood():
+    """Ties are broken by the order, so it is another schedule, and no row comes twice."""
+    iterator = iterator_of(config())
+    next(iterator)
+    state = json.loads(json.dumps(iterator.get_state()))
+    turned = iterator_of(config(mixture=MIXTURE[::-1]), start_state=state)
+    assert turned.get_state()["mixture"]["member_rows"] == {"words": 6, "more": 2}
+    assert turned.get_state()["rows"] == 0
+
+
 def test_the_corpus_of_a_mixture_is_that_of_its_members():
     cfg = config()
     corpus = load_corpus(cfg, "train")
@@ -195,6 +205,7 @@ def test_a_mixture_is_written_in_a_file_or_as_json(tmp_path):
     text = json.dumps(MIXTURE)
     (tmp_path / "mix.json").write_text(text)
     named = {entry["name"]: {k: v for k, v in entry.items() if k != "name"} for entry in MIXTURE}
+    assert DataConfig(mixture=MIXTURE).mixture == as_tuple
     for value in (text, str(MIXTURE), str(tmp_path / "mix.json"), json.dumps(named)):
         assert apply_overrides(RunConfig(), {"data.mixture": value}).data.mixture == as_tuple
 
