@@ -12,8 +12,12 @@ def get_config() -> ConfigDict:
     c = ConfigDict()
     # random seed of initial weights, data order and dropout [>= 0 and < 2.14748e+09]
     c.seed = 0
-    # checkpoint whose weights (only) a new run starts from; empty = fresh weights
+    # checkpoint or Hugging Face folder whose weights (only) a new run starts from; empty = fresh
+    # weights
     c.init_from = ""
+    # parameters (* stands for anything) that may start fresh, or stay behind, where init_from and
+    # the model differ
+    c.init_allow = ()
     # folder of compiled programs; auto = the user's cache folder, off = none
     c.compile_cache = "auto"
 

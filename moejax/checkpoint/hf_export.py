@@ -116,8 +116,8 @@ def export_hf(
             array = keys.to_theirs(
                 plan.entry.name, lambda leaf, index: reader.read(item_of[leaf], index)
             )
-            for key, value in _encoded(plan, array, carried):
-                writer.add(key, value)
+            for key, encoded in _encoded(plan, array, carried):
+                writer.add(key, encoded)
             done += sum(size_of(kind, shape) for _, kind, shape in plan.files())
             if on_bytes:
                 on_bytes(done, total, plan.entry.name)
@@ -181,7 +181,8 @@ def _encoded(
     else:
         if plan.entry.form.rule.padded:
             array = _padded(plan, array, carried)
-        coded = (array.astype(_NUMPY[plan.dtype], copy=False),)
+        yield files[0][0], array.astype(_NUMPY[plan.dtype], copy=False)
+        return
     for (key, _, _), value in zip(files, coded, strict=True):
         yield key, value
 

@@ -89,7 +89,7 @@ def import_hf(
     partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        _write_side_files(source, partial / HF_FOLDER)
+        write_side_files(source, partial / HF_FOLDER)
         _write_step(source, partial, leaf_dtypes, on_bytes)
         if out.is_dir():
             out.rmdir()
@@ -132,8 +132,7 @@ def _write_step(
     item_of = {leaf: "params/" for leaf in named_leaves(parts.params)}
     item_of |= {leaf: "balance/" for leaf in named_leaves(parts.balance)}
     keys = source.folder.keys()
-    kept = [*source.carried, *_kept_for_export(source)]
-    carried = [(key, *keys[key]) for key in dict.fromkeys(kept)]
+    carried = carried_plan(source)
     config = RunConfig(model=source.cfg, data=DataConfig(tokenizer=HF_FOLDER))
     done, total = 0, source.folder.total_bytes
     with StreamedCheckpoint(
@@ -164,6 +163,23 @@ def size_of(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * safetensors_file.DTYPES[dtype].itemsize
 
 
+def carried_plan(source: HfSource) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(key, dtype, shape) of all that an export needs and the weights do not hold."""
+    keys = source.folder.keys()
+    kept = dict.fromkeys([*source.carried, *_kept_for_export(source)])
+    return [(key, *keys[key]) for key in kept]
+
+
+def carry_to(source: HfSource, path: pathlib.Path) -> None:
+    """Writes the same tensors into one file; none when there are none."""
+    plan = carried_plan(source)
+    if plan:
+        writer = safetensors_file.SafetensorsWriter(path, plan)
+        for key, _, _ in plan:
+            writer.add(key, source.folder.raw(key))
+        writer.close()
+
+
 def _widest(source: HfSource, name: str, leaf_dtypes: Mapping[str, np.dtype]) -> np.dtype:
     """float32 as soon as one of the leaves that a tensor feeds is."""
     leaves = {leaf_dtypes[leaf] for leaf, _ in source.map.entries[name].places}
@@ -178,7 +194,7 @@ def _typed(tree: PyTree, leaf_dtypes: Mapping[str, np.dtype]) -> PyTree:
 
 def _kept_for_export(source: HfSource) -> list[str]:
     """Stored tensors of the model that its weights alone do not give back: scales, odd padding."""
-    keys = []
+    keys: list[str] = []
     for name, tensor in source.tensors.items():
         keys += tensor.keys[1:]
         live = math.prod(source.map.entries[name].form.split)
@@ -187,7 +203,7 @@ def _kept_for_export(source: HfSource) -> list[str]:
     return keys
 
 
-def _write_side_files(source: HfSource, folder: pathlib.Path) -> None:
+def write_side_files(source: HfSource, folder: pathlib.Path) -> None:
     """config.json, tokenizer, and how every tensor was stored."""
     folder.mkdir()
     for name in _SIDE_FILES:

@@ -130,9 +130,11 @@ class HfSource:
         """A tensor of the model, decoded, in its stored shape."""
         tensor = self.tensors[name]
         if tensor.kind == "mxfp4":
-            return quant.mxfp4_decode(*map(self.folder.read, tensor.keys), dtype=dtype)
+            codes, scales = map(self.folder.read, tensor.keys)
+            return quant.mxfp4_decode(codes, scales, dtype=dtype)
         if tensor.kind == "fp8":
-            return quant.fp8_block_decode(*map(self.folder.read, tensor.keys), dtype=dtype)
+            codes, scales = map(self.folder.read, tensor.keys)
+            return quant.fp8_block_decode(codes, scales, dtype=dtype)
         return self.folder.read(name).astype(dtype, copy=False)
 
     def pieces(self, name: str, dtype: Any = np.float32) -> Iterator[Piece]:
@@ -167,7 +169,7 @@ class HfSource:
                 (array,) = (
                     piece.array
                     for piece in self.pieces(name, dtype)
-                    if (piece.leaf, piece.index) == (leaf, place)
+                    if (piece.leaf, piece.at) == (leaf, place)
                 )
                 out[target] = array[cut]
         return out
@@ -181,20 +183,19 @@ class HfSource:
         Args:
           abstract: tree of jax.ShapeDtypeStruct: parameters, or balancing state.
         """
-        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        leaves = []
-        for leaf, want in named_leaves(abstract).items():
-            where = getattr(want, "sharding", None) or here
-            leaves.append(
-                jax.make_array_from_callback(
-                    want.shape,
-                    where,
-                    lambda index, leaf=root + leaf, want=want: self.read_leaf(
-                        leaf, index, want.dtype
-                    ),
-                )
-            )
+        leaves = [
+            self.load_leaf(root + leaf, want) for leaf, want in named_leaves(abstract).items()
+        ]
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+    def load_leaf(self, leaf: str, want: jax.ShapeDtypeStruct) -> jax.Array:
+        """One leaf; without a sharding it goes to the first device."""
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return jax.make_array_from_callback(
+            want.shape,
+            getattr(want, "sharding", None) or here,
+            lambda index: self.read_leaf(leaf, index or (), want.dtype),
+        )
 
 
 def _gather(keys: Mapping[str, tuple[str, tuple[int, ...]]], folder: HfFolder) -> dict[str, Stored]:

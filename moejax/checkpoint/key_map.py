@@ -16,18 +16,19 @@ from typing import NamedTuple
 import numpy as np
 
 from moejax.checkpoint.layout import named_leaves
+from moejax.layers.param import is_kept_float32
 from moejax.models.decoder import layer_kinds
-from moejax.models.hf_keys import FLOAT32_NAMES, MODEL_RULES, Spelling, TensorRule, layer_rules
+from moejax.models.hf_keys import MODEL_RULES, Spelling, TensorRule, layer_rules
 from moejax.models.parts import ModelParts
 
 Index = tuple[int | slice, ...]
 
 
 class Piece(NamedTuple):
-    """A rectangle of a leaf: its name (`stack0/run1/attn/q`), where in it, and its values."""
+    """A rectangle of a leaf: its name (`stack0/run1/attn/q`), the index in it, and its values."""
 
     leaf: str
-    index: Index
+    at: Index
     array: np.ndarray
 
 
@@ -72,7 +73,7 @@ class Entry(NamedTuple):
     @property
     def float32(self) -> bool:
         """Whether it is stored in 32 bits whatever the other tensors are."""
-        return self.name.endswith(FLOAT32_NAMES)
+        return any(is_kept_float32(leaf.replace("/", ".")) for leaf, _ in self.places)
 
 
 class KeyMap:

@@ -240,7 +240,13 @@ def _item_of(name: str) -> tuple[str, str]:
     return ("params", inner) if top == "params" else ("rest", name)
 
 
+def carried_file(step_dir: str | pathlib.Path) -> pathlib.Path | None:
+    """The file of tensors carried along with a step; None without any."""
+    path = pathlib.Path(step_dir) / _CARRIED
+    return path if path.is_file() else None
+
+
 def read_carried(step_dir: str | pathlib.Path) -> SafetensorsFile | None:
     """The tensors carried along with a step under their Hugging Face names; None without any."""
-    path = pathlib.Path(step_dir) / _CARRIED
-    return SafetensorsFile(path) if path.is_file() else None
+    path = carried_file(step_dir)
+    return None if path is None else SafetensorsFile(path)

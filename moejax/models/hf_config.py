@@ -208,7 +208,7 @@ def read_hf_config(raw: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
 
 
 def _take(section: Mapping[str, Any], keys: tuple[_Key, ...]) -> dict[str, Any]:
-    out = {}
+    out: dict[str, Any] = {}
     for key in keys:
         for spelling in (key.kimi, key.deepseek):
             value = section.get(spelling)

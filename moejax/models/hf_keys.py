@@ -42,8 +42,18 @@ class TensorRule:
     optional_first: bool = False
 
 
-def _rule(name: str, theirs: str, leaf: str, ours: str, **options: bool) -> TensorRule:
-    return TensorRule(name, theirs, (Part(leaf, ours),), **options)
+def _rule(
+    name: str,
+    theirs: str,
+    leaf: str,
+    ours: str,
+    *,
+    padded: bool = False,
+    optional_first: bool = False,
+) -> TensorRule:
+    return TensorRule(
+        name, theirs, (Part(leaf, ours),), padded=padded, optional_first=optional_first
+    )
 
 
 MODEL_RULES = (
@@ -161,9 +171,6 @@ KIMI_K3 = dataclasses.replace(
 )
 KIMI_K25 = Spelling(prefix="language_model.", carried=("vision_tower.", "mm_projector."))
 BAILING = Spelling(embed="word_embeddings", attn="attention", o="dense", bias="expert_bias")
-
-# Tensors stored in 32 bits whatever the rest is stored in (architecture section 10.1).
-FLOAT32_NAMES = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "_bias")
 
 
 def known_names(spelling: Spelling) -> set[str]:

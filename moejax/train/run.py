@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from moejax.checkpoint import Checkpoints
+from moejax.checkpoint.weights import Weights
 from moejax.config import ConfigError, RunConfig, as_dict
 from moejax.data import (
     Corpus,
@@ -29,6 +30,7 @@ from moejax.observability.plots import plot_run
 from moejax.partitioning import make_mesh
 from moejax.train.compile import enable_cache
 from moejax.train.evaluate import EvalResult, Evaluator
+from moejax.train.initial import keep_for_export, start_from_weights
 from moejax.train.loop import Loop
 from moejax.train.signals import StopRequest
 from moejax.train.state import (
@@ -98,7 +100,7 @@ def run(
         iterator = make_train_iterator(cfg.data, tokenizer, texts[0], seed=cfg.seed, shard=shard)
         eval_rows = cfg.eval.batch_size or cfg.data.batch_size
         batches = make_eval_batches(cfg.data, tokenizer, texts[1], eval_rows, shard=shard)
-        state, position = restore_or_init(program, checkpoints, say)
+        state, position, weights = restore_or_init(program, checkpoints, say)
         if "data" in position:
             iterator.set_state(position["data"])
     start = int(state.step)
@@ -112,6 +114,7 @@ def run(
         iterator.close()
         return TrainResult({}, checkpoints.path(latest), latest, "data used up before")
     _write_facts(cfg, workdir, tokenizer, corpora, mesh)
+    keep_for_export(weights, workdir)
     writers = open_writers(workdir, cfg.log, first_step=start + 1)
     profiler = StepProfiler(cfg.profile, workdir, say)
     try:
@@ -149,11 +152,11 @@ def run(
 
 def restore_or_init(
     program: Program, checkpoints: Checkpoints, say
-) -> tuple[TrainState, dict[str, Any]]:
+) -> tuple[TrainState, dict[str, Any], Weights | None]:
     """The newest readable state of the run, else weights of `init_from`, else fresh ones.
 
     Returns:
-      The state, and the position in the data.
+      The state, the position in the data, and the weights started from, if any.
     """
     cfg = program.cfg
     if checkpoints.latest_step() is not None:
@@ -161,14 +164,11 @@ def restore_or_init(
         if restored.warning:
             say(f"warning: {restored.warning}")
         say(f"resuming from {checkpoints.path(restored.step)}")
-        return from_tree(restored.state), restored.position
-    state = None
-    if cfg.init_from:
-        # A router's bias belongs to its weights: without it other experts would be chosen.
-        wanted = {key: abstract_tree(program)[key] for key in ("params", "balance")}
-        state = init_state(program, cfg.seed, **Checkpoints.restore_parts(cfg.init_from, wanted))
-        say(f"starting from the weights of {cfg.init_from}")
-    return init_state(program, cfg.seed) if state is None else state, {}
+        return from_tree(restored.state), restored.position, None
+    if not cfg.init_from:
+        return init_state(program, cfg.seed), {}, None
+    state, weights = start_from_weights(program, say)
+    return state, {}, weights
 
 
 def check_writable(workdir: pathlib.Path) -> None:

@@ -119,7 +119,7 @@ def test_lengths_batch_and_schedule_may_change(stopped, tmp_path):
 
 
 def test_weights_alone_start_a_new_run(straight, tmp_path):
-    """Weights to the bit; step, optimizer, balancing and data from the beginning."""
+    """Weights and router bias to the bit; step, optimizer and data from the beginning."""
     source, workdir = straight.workdir / "checkpoints" / "20", tmp_path / "work"
     done = train(workdir, init_from=str(source), train__stop_at=1)
     assert f"starting from the weights of {source}" in done.out and steps_on_disk(workdir) == [1]
@@ -130,12 +130,19 @@ def test_weights_alone_start_a_new_run(straight, tmp_path):
 
     cfg = load_config("base", SMALL | {"init_from": str(source)})
     program = build_program(cfg, make_mesh(cfg.mesh))
-    state, start = restore_or_init(program, Checkpoints(tmp_path / "none"), lambda line: None)
+    state, start, _ = restore_or_init(program, Checkpoints(tmp_path / "none"), lambda line: None)
     begun = jax.device_get(as_tree(state, cfg.seed))
-    wanted = {k: v for k, v in saved(straight.workdir, 20).items() if k.startswith("params/")}
-    assert_same_bits(_named(begun, "params"), wanted)
+    for item in ("params", "balance"):
+        on_disk = {"params": "params/", "balance": "rest/balance/"}[item]
+        wanted = {
+            f"{item}/{name.removeprefix(on_disk)}": value
+            for name, value in saved(straight.workdir, 20).items()
+            if name.startswith(on_disk)
+        }
+        assert wanted
+        assert_same_bits(_named(begun, item), wanted)
     assert start == {} and begun["step"] == 0
-    assert not any(np.any(leaf) for leaf in jax.tree.leaves((begun["opt_state"], begun["balance"])))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(begun["opt_state"]))
 
 
 def _named(tree: dict, item: str) -> dict[str, np.ndarray]:

@@ -47,7 +47,7 @@ def trees(name: str, file: str = "model") -> tuple[dict, dict]:
     leaves = {k: np.zeros(leaf.shape, np.float32) for k, leaf in found.map.leaves.items()}
     for key, value in load_file(FOLDER / name / f"{file}.safetensors").items():
         for piece in found.map.to_ours(key, value):
-            leaves[piece.leaf][piece.index] = piece.array
+            leaves[piece.leaf][piece.at] = piece.array
     for leaf, value in leaves.items():
         *path, last = leaf.split("/")
         node = balance if leaf.endswith("router/bias") else params

@@ -98,7 +98,6 @@ def test_loss(name):
 
 @ALL
 def test_every_gradient_is_the_published_codes(name):
-    parts = model_parts(published.config(name))
     want, _ = published.trees(name, "grads")
     got = result(name).grads
     for (path, w), g in zip(
