@@ -71,7 +71,8 @@ def _parser() -> Parser:
     parser = Parser(
         "generate",
         what="Continues text with a trained model. Of the config only --config.mesh.* and "
-        "--config.compile_cache can be changed; any mesh, batch size and order of prompts gives the same text.",
+        "--config.compile_cache can be changed; any mesh, batch size and order of prompts gives "
+        "the same text.",
         examples=EXAMPLES,
     )
     parser.add_argument("--checkpoint", metavar="DIR", help="a workdir, a step, a model folder")
@@ -181,7 +182,7 @@ def _stream(
 def _continue_all(
     model: LanguageModel, prompts: list[str], options: argparse.Namespace, settings: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Prompt, text, number of new tokens, and what ended it, of every prompt."""
+    """Prompt, text, ids of the new tokens, and what ended them, of every prompt."""
     from moejax.generate import TextStream, generate
 
     assert model.tokenizer is not None
@@ -202,7 +203,7 @@ def _continue_all(
         text = texts[row] + streams[row].flush()
         short = streams[row].ended or len(tokens[row]) < options.max_new_tokens
         finish = "stop" if short else "length"
-        lines.append({"prompt": prompt, "text": text, "tokens": len(tokens[row]), "finish": finish})
+        lines.append({"prompt": prompt, "text": text, "tokens": tokens[row], "finish": finish})
     return lines
 
 

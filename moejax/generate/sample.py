@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -88,11 +89,11 @@ def choose(
       place: how many tokens the rows have been given so far.
       greedy, top_k: the sampling's settings that decide the program.
     """
-    run = batch_local(lambda *args: _choose(*args, greedy, top_k), (0, 0))
+    run = batch_local(functools.partial(_choose, greedy=greedy, top_k=top_k), (0, 0))
     return constrain(run(logits_BV, *draw, place), (None,))
 
 
-def _choose(logits_BV, rows_B, temperature, top_p, seed, place, greedy, top_k):
+def _choose(logits_BV, rows_B, temperature, top_p, seed, place, *, greedy, top_k):
     if greedy:
         return jnp.argmax(logits_BV, -1).astype(jnp.int32)
     size = logits_BV.shape[-1]

@@ -115,7 +115,7 @@ class Dsa(Mla):
         """As in MLA, with the tokens' index keys among their rows."""
         at = None if now.fresh else At(now.position, cache.latent.shape[1])
         out_BTD, rows = super().cached(x_BTD, cache, now)
-        return out_BTD, IndexedCache(*rows, self.indexer.keys(x_BTD, at))
+        return out_BTD, IndexedCache(rows.latent, rows.k_rope, self.indexer.keys(x_BTD, at))
 
     def attend_cached(self, x_B1D: jax.Array, parts: Latents, cache: Any, now: Now) -> jax.Array:
         """Attention of one token over the rows that its indexer selects: float32 [B, 1, N, h]."""

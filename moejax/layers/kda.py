@@ -73,7 +73,7 @@ class Kda(nnx.Module):
         y_BTNh = batch_local(self._attend, (0,) * 7)(*acts, segment_ids_BT, *weights)
         return self._project_out(y_BTNh), {}
 
-    def cached(self, x_BTD: jax.Array, cache: KdaCache, now: Now) -> tuple[jax.Array, KdaCache]:
+    def cached(self, x_BTD: jax.Array, cache: Any, now: Now) -> tuple[jax.Array, KdaCache]:
         """Output for the tokens at hand, and what the layer remembers after them.
 
         A fresh row goes through in chunks; after that tokens come one by one, a step of the
@@ -129,13 +129,18 @@ class Kda(nnx.Module):
     def _mix(self, qkv, decay, beta, gate, weights, *, segment_ids=None, past=None):
         *taps, a_log, dt_bias, o_norm = weights
         histories = past[1:] if past else (None,) * 3
-        convolved = [
-            _conv(x, w, segment_ids, history)
-            for x, w, history in zip(qkv, taps, histories, strict=True)
-        ]
+        (q, k, v), memory = zip(
+            *(
+                _conv(x, w, segment_ids, history)
+                for x, w, history in zip(qkv, taps, histories, strict=True)
+            ),
+            strict=True,
+        )
         bound = self.cfg.gate_lower_bound if self.cfg.gate == "bounded" else None
         out_BTNh, state = kda_fused(
-            *(y for y, _ in convolved),
+            q,
+            k,
+            v,
             decay,
             beta,
             a_log,
@@ -147,7 +152,7 @@ class Kda(nnx.Module):
             impl="ref" if past else None,  # one step of the recurrence; chunks have nothing to gain
         )
         y_BTNh = gated_norm(out_BTNh, gate, o_norm, eps=self.eps)
-        return y_BTNh, state, *(history for _, history in convolved)
+        return y_BTNh, state, *memory
 
 
 def _conv(x_BTNH: jax.Array, taps_KNH: jax.Array, segment_ids_BT, history_BKX):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.config import MlaConfig
-from moejax.layers.cache import LatentCache, LayerCache, Now
+from moejax.layers.cache import LatentCache, Now
 from moejax.layers.norm import RmsNorm
 from moejax.layers.param import use, weight, wide
 from moejax.layers.rope import At, rotate, softmax_scale_factor
@@ -60,7 +60,7 @@ class Mla(nnx.Module):
         out_BTNh, aux = self.attend(x_BTD, parts, segment_ids_BT)
         return self.project_out(x_BTD, out_BTNh), aux
 
-    def cached(self, x_BTD: jax.Array, cache: Any, now: Now) -> tuple[jax.Array, LayerCache]:
+    def cached(self, x_BTD: jax.Array, cache: Any, now: Now) -> tuple[jax.Array, Any]:
         """Output for the tokens at hand, and their rows for the cache.
 
         A fresh row attends as in training. After that tokens come one by one, and attend to the

@@ -118,7 +118,7 @@ class DecoderLayer(nnx.Module):
         return residual, {**aux, **moe_aux}
 
     def cached(
-        self, residual: Residual, cache: LayerCache, now: Now, index: jax.Array
+        self, residual: Residual, cache: Any, now: Now, index: jax.Array
     ) -> tuple[Residual, LayerCache]:
         """The layer on the tokens at hand; what it remembers of the ones before is in `cache`.
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from moejax.config import ModelConfig
-from moejax.layers.cache import IndexedCache, LayerCache, Now, kda_cache, latent_cache
+from moejax.layers.cache import IndexedCache, KdaCache, LayerCache, Now, kda_cache, latent_cache
 from moejax.models.grouping import LayerKind, Segment
 from moejax.partitioning import constrain
 
@@ -35,7 +35,8 @@ class DecodeCache(NamedTuple):
     @property
     def capacity(self) -> int | None:
         """Positions there is room for; None without a layer that keeps a row a position."""
-        sizes = [c.latent.shape[3] for run in self.layers for c in run if hasattr(c, "latent")]
+        kept = [c for run in self.layers for c in run if not isinstance(c, KdaCache)]
+        sizes = [c.latent.shape[3] for c in kept]
         return sizes[0] if sizes else None
 
 

@@ -43,11 +43,11 @@ def test_prompts_in_json_lines_and_a_stop_text(moejax, trained, tmp_path):
     free = lines_of(moejax("generate", *options).out)
     assert free[0]["prompt"] == "a\nb" and free[1]["prompt"] == ""
     stop = free[0]["text"][2]
-    token = ord(free[1]["text"][0])
+    token = free[1]["tokens"][0]
     ended = lines_of(moejax("generate", *options, f"--stop={stop}", f"--stop-token={token}").out)
     assert ended[0]["text"] == free[0]["text"].split(stop)[0]
     assert ended[0]["finish"] == "stop"
-    assert (ended[1]["text"], ended[1]["tokens"], ended[1]["finish"]) == ("", 0, "stop")
+    assert (ended[1]["text"], ended[1]["tokens"], ended[1]["finish"]) == ("", [], "stop")
 
 
 @pytest.mark.parametrize(
