@@ -233,7 +233,7 @@ def get_config() -> ConfigDict:
     c.data.epochs = 0
     # seed of the order of documents and rows; -1 = seed [>= -1 and < 2.14748e+09]
     c.data.shuffle_seed = -1
-    # byte, bpe (trained at first use), or the path of a tokenizer.json
+    # byte, bpe (trained at first use), or a path: tokenizer.json, tiktoken.model, their folder
     c.data.tokenizer = "bpe"
     # tokens of the trained BPE [>= 258]
     c.data.bpe_vocab_size = 512

@@ -15,7 +15,7 @@ def get_config():
     m.ffn.dim = 33792
     m.moe.num_experts, m.moe.top_k, m.moe.expert_dim, m.moe.latent_dim = 896, 16, 3072, 3584
     c.data.seq_len, c.data.batch_size = 4096, 1024
-    c.data.tokenizer = "tokenizer.json"
+    c.data.tokenizer = "tiktoken.model"
     c.optim.lr, c.optim.adam_lr, c.optim.qk_clip = 3e-4, 3e-4, 100.0
     c.optim.warmup_fraction = 0.01
     c.train.num_steps, c.train.compute_dtype, c.train.remat = 100_000, "bfloat16", "full"

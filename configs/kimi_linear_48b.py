@@ -25,7 +25,7 @@ def get_config():
     m.moe.latent_dim, m.moe.latent_norm, m.moe.num_shared = 0, False, 1
     m.moe.route_scale = 2.446
     c.data.seq_len, c.data.batch_size = 4096, 1024
-    c.data.tokenizer = "tokenizer.json"
+    c.data.tokenizer = "tiktoken.model"
     c.optim.lr, c.optim.adam_lr, c.optim.schedule, c.optim.qk_clip = 1.1e-3, 1.1e-3, "wsd", 100.0
     c.train.num_steps, c.train.compute_dtype, c.train.remat = 100_000, "bfloat16", "full"
     c.mesh.fsdp, c.mesh.expert = -1, 8

@@ -35,8 +35,7 @@ class HfTokenizer:
       path: the file.
       special: what the configuration files beside it say; None: nothing.
     Raises:
-      ConfigError: the file is missing or damaged, names no end-of-document token, or lacks a
-        configured token.
+      ConfigError: the file is missing or damaged, or names no end-of-document token.
     """
 
     def __init__(self, path: str | os.PathLike[str], special: SpecialTokens | None = None):
