@@ -128,6 +128,26 @@ def test_a_donated_cache_is_written_in_place(attention):
     assert step.memory_analysis().alias_size_in_bytes >= nbytes(cache)
 
 
+def test_a_step_keeps_the_shapes_and_types_of_its_cache():
+    """So one program serves every step, and float32 states stay float32."""
+    cfg, dtype = small_config("kda,mla,dsa", 3, mla={"rope": "half"}), jnp.dtype("bfloat16")
+    parts = model_parts(cfg)
+
+    def both(params, balance, tokens_BT, lengths_B, cache):
+        model = parts.bind(params, balance)
+        _, cache = model.prefill(tokens_BT, lengths_B, cache, dtype=dtype)
+        logits_BV, after = model.decode_step(tokens_BT[:, 0], cache, dtype=dtype)
+        return logits_BV, cache, after
+
+    cache = jax.eval_shape(lambda: empty_cache(cfg, parts.segments, 2, 10, dtype))
+    tokens_BT, lengths_B = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((2, 5), (2,)))
+    logits_BV, *after = jax.eval_shape(
+        both, parts.params, parts.balance, tokens_BT, lengths_B, cache
+    )
+    assert after == [cache, cache]
+    assert (logits_BV.shape, logits_BV.dtype) == ((2, cfg.vocab_size), jnp.float32)
+
+
 def test_rows_have_the_size_of_their_kind():
     cfg = small_config("kda,mla,dsa", 3)
     cache = jax.eval_shape(lambda: empty_cache(cfg, model_parts(cfg).segments, 2, 10, jnp.bfloat16))
