@@ -2,6 +2,7 @@
 named."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from moejax.data.tokenize import (
     ByteTokenizer,
     HfTokenizer,
     Tokenizer,
+    _learned_parts,
     get_tokenizer,
     train_bpe,
 )
@@ -85,6 +87,22 @@ def test_same_texts_train_the_same_file(bpe, tmp_path):
     )
     assert again.sha256 == bpe.sha256
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["tokenizer.json"]
+
+
+def test_a_text_of_one_line_is_learned_from_in_parts(tmp_path):
+    """Time grows with length, not its square; words stay whole; short lines are as they were."""
+    words = load_corpus(SYNTHETIC, "train").texts
+    line = " ".join(3 * "".join(words).split())[:200_000]
+    assert len(line) == 200_000 and "\n" not in line
+    parts = list(_learned_parts("a\n\n" + line + "\n" * 5000))
+    assert "".join(parts) == "a\n\n" + line + "\n" * 5000 and max(map(len, parts)) <= 2002
+    assert set(" ".join(parts[1:-3]).split()) == set(line.split())
+    assert [len(part) for part in _learned_parts("x" * 4500)] == [2000, 2000, 500]
+    assert list(_learned_parts(words[0])) == [words[0]]
+    started = time.process_time()
+    tokenizer = train_bpe([line, line[::-1]], 320, tmp_path / "tokenizer.json")
+    assert time.process_time() - started < 10, "whole, the two lines take half a minute"
+    assert tokenizer.decode(tokenizer.encode(line)) == line
 
 
 def test_bpe_is_trained_once_and_kept_in_the_workdir(tmp_path):
