@@ -47,7 +47,10 @@ class LanguageModel:
         """The model's section of a config."""
         return self.parts.cfg
 
-    def logits(self, token_ids: Any, segment_ids: Any = None, positions: Any = None) -> jax.Array:
+    def logits(
+        self, token_ids: Any, segment_ids: Any = None, positions: Any = None, *,
+        pinned_experts: Any = None,
+    ) -> jax.Array:  # fmt: skip
         """Logits of the next token at every position.
 
         Args:
@@ -56,6 +59,8 @@ class LanguageModel:
             not see each other. None: one document a row.
           positions: int [B, T], counting on by one inside a document; where it falls back to 0 a
             new document begins. Only differences matter to this family. None: as segment_ids say.
+          pinned_experts: int [layers, B, T, A], experts to use instead of the routers' choice (rows
+            of dense layers are not read).
         Returns:
           float32 [B, T, V].
         Raises:
@@ -63,8 +68,9 @@ class LanguageModel:
             count on.
         """
         tokens, segments = self._rows(token_ids, segment_ids, positions)
+        pinned = None if pinned_experts is None else self._pinned(pinned_experts, tokens.shape)
         with jax.set_mesh(self.mesh):
-            out = self._logits_fn(self.params, self.balance, self._hidden(tokens, segments))
+            out = self._logits_fn(self.params, self.balance, self._hidden(tokens, segments, pinned))
         return out[: len(tokens)]
 
     def loss(
@@ -145,17 +151,37 @@ class LanguageModel:
         where = NamedSharding(self.mesh, P(BATCH_AXES))
         return jax.make_array_from_callback(full.shape, where, lambda index: full[index])
 
-    def _hidden(self, tokens: np.ndarray, segments: np.ndarray) -> jax.Array:
+    def _pinned(self, experts: Any, shape: tuple[int, ...]) -> np.ndarray:
+        """Experts checked: every layer's, for every token, each a number that there is."""
+        moe, array = self.config.moe, np.asarray(experts)
+        wanted = (self.config.num_layers, *shape, moe.top_k)
+        if array.shape != wanted or array.min() < 0 or array.max() >= moe.num_experts:
+            raise ConfigError(
+                f"pinned_experts have shape {array.shape}; they must be {wanted}, each 0 to "
+                f"{moe.num_experts - 1}."
+            )
+        return array.astype(np.int32)
+
+    def _hidden(
+        self, tokens: np.ndarray, segments: np.ndarray, pinned: np.ndarray | None = None
+    ) -> jax.Array:
         """Hidden states after the final norm; the head has programs of its own."""
         with jax.set_mesh(self.mesh):
             placed = self._place(tokens), self._place(segments)
-            return self._hidden_fn(self.params, self.balance, *placed)
+            if pinned is None:
+                return self._hidden_fn(self.params, self.balance, *placed)
+            ways = num_batch_shards(dict(self.mesh.shape))
+            rows = [(0, 0), (0, -pinned.shape[1] % ways), (0, 0), (0, 0)]
+            where = NamedSharding(self.mesh, P(None, BATCH_AXES))
+            held = jax.device_put(np.pad(pinned, rows), where)
+            return self._hidden_fn(self.params, self.balance, *placed, held)
 
     @functools.cached_property
     def _hidden_fn(self):
-        def hidden(params, balance, tokens_BT, segments_BT):
+        def hidden(params, balance, tokens_BT, segments_BT, pinned_XBTA=None):
             model = self.parts.bind(params, balance)
-            return model(tokens_BT, segments_BT, dtype=self.compute_dtype)[0]
+            dtype = self.compute_dtype
+            return model(tokens_BT, segments_BT, dtype=dtype, pinned_XBTA=pinned_XBTA)[0]
 
         return self._jit(hidden)
 

@@ -97,6 +97,7 @@ class DecoderLayer(nnx.Module):
         segment_ids_BT: jax.Array,
         index: jax.Array,
         dropout_key: jax.Array | None,
+        pinned_XBTA: jax.Array | None = None,
     ) -> tuple[Residual, dict]:
         """One layer.
 
@@ -105,6 +106,7 @@ class DecoderLayer(nnx.Module):
           segment_ids_BT: int32, 0 = padding.
           index: int32 number of the layer in the whole model, which may be traced.
           dropout_key: key of the step, or None without dropout.
+          pinned_XBTA: experts of every layer's tokens, instead of the router's choice.
         Returns:
           The state after it, and auxiliary values (losses, loads, counts) of its parts.
         """
@@ -113,7 +115,7 @@ class DecoderLayer(nnx.Module):
             return self.attn(x_BTD, segment_ids_BT)
 
         residual, aux, moe_aux = self._sublayers(
-            residual, segment_ids_BT, index, attend, dropout_key
+            residual, segment_ids_BT, index, attend, dropout_key, pinned_XBTA
         )
         return residual, {**aux, **moe_aux}
 
@@ -142,6 +144,7 @@ class DecoderLayer(nnx.Module):
         index: jax.Array,
         attend: Callable[[jax.Array], tuple[jax.Array, Any]],
         dropout_key: jax.Array | None,
+        pinned_XBTA: jax.Array | None = None,
     ) -> tuple[Residual, Any, dict]:
         """Both sublayers; with what `attend` gives beside its output, and the experts' measures."""
         mixed = self._read(residual, "attn_mix")
@@ -154,7 +157,8 @@ class DecoderLayer(nnx.Module):
         if isinstance(self.ffn, Glu):
             out = self.ffn(x_BTD)
         else:
-            out, moe_aux = self.ffn(x_BTD, segment_ids_BT)
+            pinned_BTA = None if pinned_XBTA is None else pinned_XBTA[index]
+            out, moe_aux = self.ffn(x_BTD, segment_ids_BT, pinned_BTA)
         return residual.add(self._drop(out, dropout_key, 2 * index + 1)), beside, moe_aux
 
     def _read(self, residual: Residual, name: str) -> jax.Array:

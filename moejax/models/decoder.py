@@ -40,7 +40,7 @@ class Stack(nnx.Module):
             setattr(self, f"run{i}", layer)
 
     def __call__(
-        self, residual: Residual, segment_ids_BT, dropout_key, policy: str
+        self, residual: Residual, segment_ids_BT, dropout_key, policy: str, pinned_XBTA=None
     ) -> tuple[Residual, list[dict]]:
         """All layers of the segment.
 
@@ -50,7 +50,8 @@ class Stack(nnx.Module):
         graphs, states = self._split()
 
         def layer(graph, residual, state, index):
-            return nnx.merge(graph, state)(residual, segment_ids_BT, index, dropout_key)
+            module = nnx.merge(graph, state)
+            return module(residual, segment_ids_BT, index, dropout_key, pinned_XBTA)
 
         def group(residual, repeat_states):
             repeat, run_states = repeat_states
@@ -156,6 +157,7 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None, *,
         dtype: Any = jnp.float32, remat: str = "none", dropout_key: jax.Array | None = None,
+        pinned_XBTA: jax.Array | None = None,
     ) -> tuple[jax.Array, Aux]:  # fmt: skip
         """Hidden states after the final norm.
 
@@ -166,6 +168,8 @@ class Decoder(nnx.Module):
           dtype: compute dtype.
           remat: what the backward pass recomputes, see `moejax.memory.policy`.
           dropout_key: key of this step and microbatch; None turns dropout off.
+          pinned_XBTA: int32, experts of every layer and token, instead of the routers' choice (a
+            near-tie may fall either way, and then nothing else can be compared).
         Returns:
           [B, T, D] in `dtype`, and per segment and run the auxiliary values [repeats, count, ...].
         """
@@ -175,7 +179,7 @@ class Decoder(nnx.Module):
         aux = []
         for i in range(self.num_stacks):
             residual, stack_aux = getattr(self, f"stack{i}")(
-                residual, segment_ids_BT, dropout_key, remat
+                residual, segment_ids_BT, dropout_key, remat, pinned_XBTA
             )
             aux.append(stack_aux)
         return self.final_norm(self._last_read(residual)), aux

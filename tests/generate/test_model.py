@@ -112,3 +112,22 @@ def test_labels_cross_no_border():
     )
     assert not counted[2, 63] and counted[2, 62] and not counted[0, :101].any()
     assert np.isfinite(losses).all()
+
+
+def test_pinned_experts_are_the_ones_used():
+    """Pinned to the reference's choice: the same logits; to others: other logits."""
+    found, (tokens, segments) = model("deepseek_v3"), rows("deepseek_v3")
+    top_k, layers = found.config.moe.top_k, found.config.num_layers
+    pins = np.zeros((layers, 3, 165, top_k), np.int32)
+    pins[:] = np.arange(top_k)
+    for layer in range(1, layers):
+        for case, row, start in (("a", 0, 101), ("b", 1, 64), ("a", 2, 0), ("b", 2, 64)):
+            ids = cases("deepseek_v3")[f"{case}_router_idx_{layer}"]
+            pins[layer, row, start : start + len(ids)] = ids
+    got = np.asarray(found.logits(tokens, segments, pinned_experts=pins))
+    real = segments > 0
+    np.testing.assert_allclose(got[real], logits("deepseek_v3")[real], atol=2e-5)
+    other = np.asarray(found.logits(tokens, segments, pinned_experts=pins[:, ::-1]))
+    assert np.abs(other[real] - got[real]).max() > 1e-2
+    with pytest.raises(ConfigError, match="pinned_experts have shape"):
+        found.logits(tokens, segments, pinned_experts=pins[1:])

@@ -37,10 +37,12 @@ class LatentMoe(nnx.Module):
         if cfg.num_shared:
             self.shared = Glu(dim, cfg.num_shared * cfg.expert_dim, ffn, std, rngs)
 
-    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, dict]:
+    def __call__(
+        self, x_BTD: jax.Array, segment_ids_BT: jax.Array, pinned_BTA: jax.Array | None = None
+    ) -> tuple[jax.Array, dict]:
         cfg, dtype = self.cfg, x_BTD.dtype
         valid_BT = segment_ids_BT > 0
-        ids_BTA, weights_BTA, scores_BTE = self.router(x_BTD)
+        ids_BTA, weights_BTA, scores_BTE = self.router(x_BTD, pinned_BTA)
         aux = self._balance_aux(ids_BTA, scores_BTE, valid_BT)
         # Padding goes to no expert; so do, where a capacity is set, the tokens past it (and those
         # are counted).

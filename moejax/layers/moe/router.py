@@ -53,12 +53,18 @@ def route(
     if num_groups > 1:
         choice = _close_groups(choice, num_groups, top_groups)
     _, ids = lax.top_k(choice, top_k)
-    weights = jnp.take_along_axis(
-        scores + lax.stop_gradient(bias) if weights_use_bias else scores, ids, -1
-    )
+    from_ = scores + lax.stop_gradient(bias) if weights_use_bias else scores
+    return ids, combine_weights(from_, ids, scale, renormalize)
+
+
+def combine_weights(
+    scores: Float[Array, "*B E"], ids: Int[Array, "*B A"], scale: float, renormalize: bool
+) -> Float[Array, "*B A"]:
+    """Weights of chosen experts: their scores, divided by their sum, times `scale`."""
+    weights = jnp.take_along_axis(scores, ids, -1)
     if renormalize:
         weights = weights / (jnp.sum(weights, -1, keepdims=True) + 1e-20)
-    return ids, weights * scale
+    return weights * scale
 
 
 def _close_groups(choice: jax.Array, num_groups: int, top_groups: int) -> jax.Array:
@@ -77,13 +83,24 @@ class Router(nnx.Module):
         self.weight = weight(rngs, (dim, cfg.num_experts), ("embed", "router"), std=std)
         self.bias = Balance(jnp.zeros(cfg.num_experts, jnp.float32), axes=(None,))
 
-    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Ids [B,T,A], weights [B,T,A], scores [B,T,E]."""
+    def __call__(
+        self, x_BTD: jax.Array, pinned_BTA: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Ids [B,T,A], weights [B,T,A], scores [B,T,E].
+
+        Args:
+          pinned_BTA: experts to take instead of the chosen ones; weights are theirs.
+        """
         cfg, full = self.cfg, wide(x_BTD.dtype)
         logits = jnp.matmul(x_BTD.astype(full), use(self.weight, full), precision="highest")
         # Per device: XLA gathers the whole batch before a top-k that it partitions itself.
         ids, weights = batch_local(self._route, (0,))(logits, self.bias[...])
-        return ids, weights, scores_of(logits, cfg.score)
+        scores = scores_of(logits, cfg.score)
+        if pinned_BTA is not None:
+            ids = pinned_BTA
+            from_ = scores + self.bias[...] if cfg.weights_use_bias else scores
+            weights = combine_weights(from_, ids, cfg.route_scale, cfg.renormalize)
+        return ids, weights, scores
 
     def _route(self, logits: jax.Array, bias_E: jax.Array) -> tuple[jax.Array, jax.Array]:
         cfg = self.cfg
