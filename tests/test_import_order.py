@@ -19,9 +19,10 @@ LEVELS = {
     "layers": 3,
     "models": 4, "lora": 4, "losses": 4,
     "optim": 5, "data": 5, "checkpoint": 5, "observability": 5,
-    "train": 6, "generate": 6,
-    "planner": 7,
-    "cli": 8,
+    "generate": 6,
+    "train": 7,
+    "planner": 8, "verify": 8,
+    "cli": 9,
 }  # fmt: skip
 
 

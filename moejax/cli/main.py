@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 
 from moejax.config import ConfigError, nearest
 from moejax.version import __version__
@@ -20,6 +22,7 @@ COMMANDS = {
     "config": ("moejax.cli.config", "resolved config, parameter counts, sharding table"),
     "import-hf": ("moejax.cli.import_hf", "a Hugging Face folder becomes a checkpoint"),
     "export-hf": ("moejax.cli.export_hf", "a checkpoint becomes a Hugging Face folder"),
+    "verify": ("moejax.cli.verify", "a card of checks on a Hugging Face folder"),
     "data": ("moejax.cli.data", "tokenise text once, before the runs that use it"),
     "tokenizer": ("moejax.cli.tokenizer", "train a byte-level BPE on the config's text"),
 }
@@ -48,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit code: 0, 2 for bad input, 130 for Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = _dispatch(argv)
+        with _plain_warnings():
+            code = _dispatch(argv)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -66,6 +70,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _BAD_INPUT
 
 
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """While a command runs our own warnings are one line each, without file and source."""
+    with warnings.catch_warnings():
+        others, ours = warnings.showwarning, str(pathlib.Path(__file__).resolve().parents[1])
+
+        def show(message, category, filename, *rest):
+            if filename.startswith(ours):
+                print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)
+            else:
+                others(message, category, filename, *rest)
+
+        warnings.showwarning = show
+        yield
+
+
 def _dispatch(argv: list[str]) -> int:
     if not argv:
         print(help_text(), end="", file=sys.stderr)
@@ -79,8 +99,9 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     if command not in COMMANDS:
         near = nearest(command, COMMANDS, count=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"unknown command {command!r}; {hint}Commands: {', '.join(COMMANDS)}.")
+        hint = f" Did you mean {near[0]}?" if near else ""
+        known = ", ".join(COMMANDS)
+        raise ConfigError(f"unknown command {command!r}.{hint} Commands: {known}.")
     try:
         return importlib.import_module(COMMANDS[command][0]).main(rest)
     except SystemExit as stop:  # argparse, after --help
