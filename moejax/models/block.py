@@ -71,9 +71,10 @@ class DecoderLayer(nnx.Module):
     """Mix, norm, attention, add; mix, norm, feed-forward, add."""
 
     def __init__(
-        self, cfg: ModelConfig, kind: LayerKind, rngs: nnx.Rngs, *, track_max_logit: bool = False
-    ):
-        self.cfg, self.kind = cfg, kind
+        self, cfg: ModelConfig, kind: LayerKind, rngs: nnx.Rngs, *,
+        track_max_logit: bool = False, watch: bool = False,
+    ):  # fmt: skip
+        self.cfg, self.kind, self.watch = cfg, kind, watch
         std, eps = cfg.init_std, cfg.norm_eps
         self.attn_norm, self.ffn_norm = RmsNorm(cfg.dim, eps), RmsNorm(cfg.dim, eps)
         if cfg.attn_res_block:
@@ -112,11 +113,14 @@ class DecoderLayer(nnx.Module):
         """
 
         def attend(x_BTD):
-            return self.attn(x_BTD, segment_ids_BT)
+            out_BTD, aux = self.attn(x_BTD, segment_ids_BT)
+            return out_BTD, {**aux, "bad_attention": _not_finite(out_BTD)} if self.watch else aux
 
         residual, aux, moe_aux = self._sublayers(
             residual, segment_ids_BT, index, attend, dropout_key, pinned_XBTA
         )
+        if self.watch:
+            aux = {**aux, "bad_output": _not_finite(residual.running_sum())}
         return residual, {**aux, **moe_aux}
 
     def cached(
@@ -172,3 +176,8 @@ class DecoderLayer(nnx.Module):
         keep = 1.0 - self.cfg.dropout
         mask = jax.random.bernoulli(jax.random.fold_in(key, salt), keep, x_BTD.shape)
         return jnp.where(mask, x_BTD / keep, 0).astype(x_BTD.dtype)
+
+
+def _not_finite(x: jax.Array) -> jax.Array:
+    """1.0 where an element is infinite or no number, so that microbatches can be summed."""
+    return (~jnp.all(jnp.isfinite(x))).astype(jnp.float32)

@@ -140,11 +140,14 @@ def _stacked_layer(
 class Decoder(nnx.Module):
     """Tokens to hidden states; the loss and sampling apply the head themselves."""
 
-    def __init__(self, cfg: ModelConfig, rngs: nnx.Rngs, *, track_max_logit: bool = False):
+    def __init__(
+        self, cfg: ModelConfig, rngs: nnx.Rngs, *,
+        track_max_logit: bool = False, watch: bool = False,
+    ):  # fmt: skip
         self.cfg = cfg
         self.embed = Embed(cfg.vocab_size, cfg.dim, cfg.init_std, rngs)
         segments = segments_of(layer_kinds(cfg))
-        options = {"track_max_logit": track_max_logit}
+        options = {"track_max_logit": track_max_logit, "watch": watch}
         self.num_stacks = len(segments)
         for i, segment in enumerate(segments):
             setattr(self, f"stack{i}", Stack(cfg, segment, rngs, **options))

@@ -57,9 +57,17 @@ class ModelParts(NamedTuple):
         return [i for i, kind in enumerate(layer_kinds(self.cfg)) if kind.ffn == "moe"]
 
 
-def model_parts(cfg: ModelConfig, *, track_max_logit: bool = False) -> ModelParts:
-    """The parts of a model, without allocating any of it (2.8 T parameters take seconds)."""
-    options = {"track_max_logit": track_max_logit}
+def model_parts(
+    cfg: ModelConfig, *, track_max_logit: bool = False, watch: bool = False
+) -> ModelParts:
+    """The parts of a model, without allocating any of it (2.8 T parameters take seconds).
+
+    Args:
+      cfg: the model.
+      track_max_logit: layers measure the largest attention logit of each head, for QK-clip.
+      watch: layers also say whether their outputs are finite (`bad_attention`, `bad_output`).
+    """
+    options = {"track_max_logit": track_max_logit, "watch": watch}
     abstract = nnx.eval_shape(lambda: Decoder(cfg, nnx.Rngs(params=0), **options))
     graph, *states = nnx.split(abstract, nnx.Param, Balance)
     params, balance = states
