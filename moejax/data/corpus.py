@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 import numpy as np
 
+from moejax.config import ConfigError
+
 if TYPE_CHECKING:
     from moejax.data.cache import TokenCache
 
@@ -171,7 +173,12 @@ def add_document(digest: Any, name: str, text: str) -> int:
 
     Lengths go in as well: without them a byte could move from the name to the text unseen.
     """
-    data = text.encode()
+    try:
+        data = text.encode()
+    except UnicodeEncodeError as error:  # JSON can escape half a character: "\ud800"
+        raise ConfigError(
+            f"{name}: the text is not valid Unicode ({reason(error)}). Mend or leave out this record."
+        ) from error
     digest.update(f"{len(name.encode())} {len(data)} {name}".encode() + data)
     return len(data)
 

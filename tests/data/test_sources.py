@@ -198,3 +198,11 @@ def test_undecodable_and_unknown_files_are_named(tmp_path):
     (tmp_path / "table.csv").write_text("a,b")
     assert "latin.txt" in error_of(files_config(tmp_path / "latin.txt"))
     assert ".csv" in error_of(files_config(tmp_path / "table.csv"))
+
+
+def test_half_a_character_is_named_with_its_line(tmp_path):
+    """JSON can escape one half of a surrogate pair; no UTF-8 text holds it."""
+    path = tmp_path / "half.jsonl"
+    path.write_text('{"text": "fine"}\n{"text": "a \\ud800 b"}\n')
+    message = error_of(files_config(path))
+    assert "half.jsonl:2: the text is not valid Unicode" in message
