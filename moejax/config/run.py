@@ -62,10 +62,14 @@ class MeshConfig(Section):
                 f"mesh {shown} leaves {len(free)} axes at -1; at most one may take what is left."
             )
         if num_devices % fixed or (not free and fixed != num_devices):
+            leave = "" if free else "leave one axis at -1, or "
+            product = f"a divisor of {num_devices}" if free else str(num_devices)
+            advice = f"{leave}make the product of the fixed axes {product}"
+            if fixed > num_devices:
+                advice += f", or simulate more devices on the CPU (--devices={fixed})"
             raise ConfigError(
                 f"mesh {shown} does not fit {num_devices} device{'s' * (num_devices != 1)}: "
-                f"its fixed axes take {fixed}. "
-                f"Leave one axis at -1, or make the product {num_devices}."
+                f"its fixed axes take {fixed}. {advice[0].upper()}{advice[1:]}."
             )
         sizes |= {axis: num_devices // fixed for axis in free}
         for axis, n in sizes.items():
@@ -167,6 +171,36 @@ class OptimConfig(Section):
     clip_norm: float = setting(1.0, ge=0.0)
     ema_decay: float = setting(0.0, ge=0.0, lt=1.0)
     qk_clip: float = setting(0.0, ge=0.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for entry in self.groups:
+            _check_group(entry)
+
+
+def _check_group(entry: Any) -> None:
+    """One entry of optim.groups; what its regex matches only a model can tell."""
+    try:
+        pattern, lr_scale, weight_decay = entry
+        lr_scale, weight_decay = float(lr_scale), float(weight_decay)
+        if not isinstance(pattern, str):
+            raise TypeError(pattern)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"optim.groups has {entry!r}; an entry is (regex, lr_scale, weight_decay or -1), "
+            "as in (('router', 0.5, -1),)."
+        ) from error
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"optim.groups has {entry!r}, but {pattern!r} is no regular expression: {error}."
+        ) from error
+    decay_ok = weight_decay == -1 or 0 <= weight_decay < math.inf
+    if not (0 <= lr_scale < math.inf and decay_ok):
+        raise ConfigError(
+            f"optim.groups has {entry!r}; lr_scale must be >= 0, weight_decay >= 0 or -1."
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

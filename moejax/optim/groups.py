@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,11 +33,8 @@ def assign_groups(cfg: OptimConfig, infos: PyTree) -> PyTree:
     names that contain an entry of `cfg.no_decay` get no decay. The first entry of `cfg.groups`
     (regex, lr_scale, weight_decay) whose regex is found in the dotted name then scales the learning
     rate and, unless its weight_decay is -1, sets the decay.
-
-    Raises:
-      ValueError: an entry of `cfg.groups` is not (regex, number >= 0, number >= 0 or -1).
     """
-    overrides = [_read_override(entry) for entry in cfg.groups]
+    overrides = [(re.compile(regex), float(lr), float(wd)) for regex, lr, wd in cfg.groups]
     names = [info.name for info in jax.tree.leaves(infos)]
     for pattern, _, _ in overrides:
         if not any(pattern.search(name) for name in names):
@@ -46,21 +43,6 @@ def assign_groups(cfg: OptimConfig, infos: PyTree) -> PyTree:
                 stacklevel=2,
             )
     return jax.tree.map(lambda info: _group(cfg, overrides, info), infos)
-
-
-def _read_override(entry: Any) -> tuple[re.Pattern, float, float]:
-    try:
-        pattern, lr_scale, weight_decay = entry
-        override = re.compile(pattern), float(lr_scale), float(weight_decay)
-    except (TypeError, ValueError, re.error) as error:
-        raise ValueError(
-            f"optim.groups has {entry!r}; an entry is (regex, lr_scale, weight_decay or -1)."
-        ) from error
-    if not (override[1] >= 0 and (override[2] >= 0 or override[2] == -1)):
-        raise ValueError(
-            f"optim.groups has {entry!r}; lr_scale must be >= 0, weight_decay >= 0 or -1."
-        )
-    return override
 
 
 def _group(cfg: OptimConfig, overrides: list, info: ParamInfo) -> ParamGroup:

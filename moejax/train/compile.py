@@ -5,9 +5,11 @@ And the cache that saves compiling next time.
 
 from __future__ import annotations
 
+import errno
 import os
 import pathlib
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -53,8 +55,15 @@ def enable_cache(setting: str) -> pathlib.Path | None:
         folder = pathlib.Path(root).expanduser() / "moejax" / "jax"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return None  # a read-only home costs time, nothing else
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:  # this costs time, nothing else
+        warnings.warn(
+            f"compile_cache={setting}: {folder} cannot be written ({error.strerror}); compiled "
+            "programs are not kept. Name another folder, or 'off'.",
+            stacklevel=2,
+        )
+        return None
     jax.config.update(_CACHE_SETTING, str(folder))
     return folder
 
