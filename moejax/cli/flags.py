@@ -17,7 +17,8 @@ _HOST_DEVICES = "--xla_force_host_platform_device_count"
 
 CONFIG_HELP = """\
 configuration:
-  --config=NAME|FILE             a shipped config ({shipped}) or a config file
+  --config=NAME|FILE             a shipped config ({shipped}), a config
+                                 file, or the folder of a run: the config it was made with
   --config.SECTION.FIELD=VALUE   change one field; tuples as Python writes them: "('a', 'b')"
   Sections: {sections}.
   `moejax config --fields` lists every field with its meaning, default and range.
@@ -95,7 +96,7 @@ def add_source(parser: Parser, name: str, help: str) -> None:
     parser.add_argument(name, nargs="?", help=help)
 
 
-def add_config(parser: Parser, help: str = "name of a shipped config, or a config file") -> None:
+def add_config(parser: Parser, help: str = "a shipped config, a config file, or a run") -> None:
     parser.add_argument("--config", metavar="NAME|FILE", help=help)
 
 
@@ -150,8 +151,8 @@ def start_devices(options: argparse.Namespace) -> int:
         jax.distributed.initialize()
     try:
         devices = jax.devices()
-    except RuntimeError as error:
-        raise ConfigError(f"no devices: {' '.join(str(error).split())}") from error
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(_no_devices(error)) from error
     here = len(jax.local_devices())
     if count and here != count:
         raise ConfigError(f"--devices={count} comes too late: JAX runs with {here} devices.")
@@ -160,6 +161,14 @@ def start_devices(options: argparse.Namespace) -> int:
             f"--platform={platform} comes too late: JAX runs on {devices[0].platform} already."
         )
     return len(devices)
+
+
+def _no_devices(error: BaseException) -> str:
+    """One line for a backend that does not start; JAX raises a bare AssertionError for some."""
+    asked = os.environ.get("JAX_PLATFORMS", "")
+    why = " ".join(str(error).split()) or "JAX finds no such device, or lacks the plugin for it"
+    what = f"no devices of platform {asked!r}" if asked else "no devices"
+    return f"{what}: {why.rstrip('.')}. Without one, --platform=cpu or --devices=N runs on the CPU."
 
 
 def is_first_process() -> bool:

@@ -109,17 +109,39 @@ def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
     return difflib.get_close_matches(name, list(known), n=count, cutoff=0.4)
 
 
+# What other trainers call our fields: spelled too differently to be found by likeness.
+_ALSO_CALLED = {
+    "beta1": "adam_b1",
+    "beta2": "adam_b2",
+    "hidden_size": "dim",
+    "learning_rate": "lr",
+    "max_steps": "num_steps",
+    "sequence_length": "seq_len",
+    "steps": "num_steps",
+}
+
+
 def unknown_field_message(name: str, known: Iterable[str]) -> str:
     """One line for a field that does not exist: the nearest names, or all when none is near."""
     known = sorted(known)
-    near = nearest(name, known) or nearest(
-        name.rsplit(".", 1)[-1], [k.rsplit(".", 1)[-1] for k in known]
+    section, dot, leaf = name.rpartition(".")
+    meant = section + dot + _ALSO_CALLED.get(leaf, leaf)
+    near = [k for k in known if k == meant or (not section and k.endswith(f".{meant}"))]
+    near = (near + [k for k in nearest(name, known) if k not in near])[:3] or nearest(
+        leaf, [k.rsplit(".", 1)[-1] for k in known]
     )
     if near:
         by_leaf = {k.rsplit(".", 1)[-1]: k for k in known}
         full = [by_leaf.get(n, n) if n not in known else n for n in near]
         return f"unknown config field {name!r}; nearest: {', '.join(dict.fromkeys(full))}."
-    return f"unknown config field {name!r}; known here: {', '.join(known)}."
+    return f"unknown config field {name!r}; known here: {listed(known)}."
+
+
+def listed(names: Iterable[str], most: int = 8) -> str:
+    """Names joined by commas, the first few of many."""
+    names = list(names)
+    more = f", ... ({len(names)} fields)" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _coerce(name: str, value: Any, default: Any) -> Any:

@@ -29,10 +29,12 @@ from moejax.config.fields import (
     as_dict,
     build_section,
     flat_names,
+    listed,
     unknown_field_message,
 )
 from moejax.config.run import RunConfig
 
+RESOLVED_FILE = "config.json"  # in a run's folder: its config as it was resolved
 _PACKAGE = "configs"
 _MODULE = "moejax_config_file"
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
@@ -58,12 +60,15 @@ def load_config(
     """The checked config of a file, with some fields changed.
 
     Args:
-      config: name of a shipped config (`tiny`), or path of a config file.
+      config: name of a shipped config (`tiny`), path of a config file or of a `config.json` that a
+        run wrote, or the run's folder.
       overrides: dotted field name -> value, or the value's text as on a command line.
     Raises:
       ConfigError: no such file, an error inside it, an unknown field, a wrong type or range.
     """
-    return as_run_config(_execute(_find(config)), overrides)
+    path = _find(config)
+    values = _resolved(path) if path.suffix == ".json" else _execute(path)
+    return as_run_config(values, overrides)
 
 
 def as_run_config(
@@ -113,7 +118,7 @@ def apply_overrides(base: RunConfig, overrides: Mapping[str, Any]) -> RunConfig:
 def _not_a_field(name: str, known: Mapping[str, Any]) -> str:
     inside = [field for field in known if field.startswith(name + ".")]
     if inside:
-        return f"{name} is a section, not a field; it has {', '.join(inside)}."
+        return f"{name} is a section, not a field; it has {listed(inside)}."
     return unknown_field_message(name, known)
 
 
@@ -160,14 +165,26 @@ def _find(config: str | os.PathLike[str]) -> pathlib.Path:
     if text in names:
         return shipped_folder() / f"{text}.py"
     path = pathlib.Path(text).expanduser()
-    if path.is_file():
-        return path.absolute()
+    for file in (path, path / RESOLVED_FILE):
+        if file.is_file():
+            return file.absolute()
     near = difflib.get_close_matches(path.stem, names, n=1, cutoff=0.6)
     hint = f" Did you mean {near[0]}?" if near else ""
-    what = "is a folder" if path.is_dir() else "is no file"
+    what = f"is a folder without {RESOLVED_FILE}" if path.is_dir() else "is no file"
     raise ConfigError(
         f"config {text!r} {what} and no shipped config; shipped are {', '.join(names)}.{hint}"
     )
+
+
+def _resolved(path: pathlib.Path) -> dict[str, Any]:
+    """The nested values of a JSON file in the shape of `as_dict`, as a run writes its config."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"config {path} cannot be read as JSON ({error}).") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"config {path} holds {type(values).__name__}, not sections of fields.")
+    return values
 
 
 def _execute(path: pathlib.Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import jax
@@ -18,6 +19,7 @@ from moejax.cli.evaluate import fit_to_devices
 from moejax.cli.flags import split_overrides
 from moejax.config import ConfigError
 from moejax.config.load import load_config
+from moejax.train.compile import enable_cache
 from tests.cli.conftest import TEXT, flags
 
 ROOT = Path(__file__).parents[2]
@@ -166,6 +168,49 @@ def test_the_package_trains_from_any_form_of_config(run_dir):
     assert isinstance(result, moejax.TrainResult)
     with pytest.raises(moejax.ConfigError, match="nearest: model.dim"):
         moejax.train("tiny", run_dir, {"model.dims": 3})
+
+
+def test_a_runs_folder_is_a_config(moejax, run_dir, tmp_path):
+    """As is the config.json in it; both give the config as it was resolved."""
+    stored = json.loads((run_dir / "config.json").read_text())
+    for name in (run_dir, run_dir / "config.json"):
+        shown = json.loads(moejax("config", f"--config={name}", "--json").out)
+        assert shown["config"] == stored
+    assert load_config(run_dir) == load_config("tiny", dict(split_overrides(flags())[1]))
+    (tmp_path / "config.json").write_text("{")
+    refused = moejax("config", f"--config={tmp_path}")
+    assert refused.code == 2 and "config.json cannot be read as JSON" in refused.err
+
+
+def test_a_platform_that_is_not_there_is_one_line(moejax, monkeypatch, tmp_path):
+    """JAX says nothing but AssertionError, or much more."""
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    for error in (AssertionError(), RuntimeError("Unable to initialize backend\n 'cuda'.")):
+        monkeypatch.setattr(jax, "devices", lambda error=error: (_ for _ in ()).throw(error))
+        refused = moejax("train", "--config=tiny", "--platform=gpu", f"--workdir={tmp_path}/work")
+        assert refused.code == 2 and refused.err.count("\n") == 1
+        assert refused.err.startswith("error: no devices of platform 'cuda': ")
+    assert not list(tmp_path.iterdir())
+
+
+def test_our_warnings_are_one_line(moejax, monkeypatch):
+    def warn(argv):
+        warnings.warn("two\nlines", stacklevel=1)
+        warnings.warn_explicit("theirs", UserWarning, "/elsewhere.py", 7)
+        warnings.warn_explicit("ours\ntoo", UserWarning, cli.__file__, 7)
+        return 0
+
+    monkeypatch.setattr(cli, "_dispatch", warn)
+    with pytest.warns(UserWarning) as caught:
+        shown = moejax("train")
+    assert shown.err == "warning: ours too\n"
+    assert [str(w.message) for w in caught] == ["two\nlines", "theirs"]
+
+
+def test_a_compilation_cache_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match="compile_cache=.*Not a directory"):
+        assert enable_cache(str(tmp_path / "file" / "below")) is None
 
 
 def test_tokenizer_train_writes_a_file_the_config_can_name(moejax, tmp_path):
