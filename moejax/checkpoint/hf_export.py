@@ -98,6 +98,11 @@ def export_hf(
     cfg = build_section(RunConfig, reader.meta["config"]).model
     raw, manifest = _origin(side, cfg)
     family = FAMILIES[raw["model_type"]]
+    if experts == "mxfp4" and raw["model_type"] != "kimi_k3":
+        raise CheckpointError(
+            f"--experts=mxfp4: no published {raw['model_type']} checkpoint stores experts so. "
+            "Export with --experts=bfloat16."
+        )
     parts = model_parts(cfg)
     keys = KeyMap(parts, family.spelling)
     carried = read_carried(step_dir) or _carried_of(side)
@@ -265,7 +270,7 @@ def _with_quantization(raw: Mapping[str, Any], kinds: set[str], dtypes: set[str]
     config = dict(raw)
     text = dict(config["text_config"]) if "text_config" in config else config
     place = text if "text_config" in config else config
-    had = next(
+    had: dict[str, Any] = next(
         (c["quantization_config"] for c in (place, config) if "quantization_config" in c), {}
     )
     method = "fp8" if had.get("quant_method") == "fp8" else "mxfp4"

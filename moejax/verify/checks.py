@@ -130,13 +130,9 @@ Result = tuple[bool, str, dict[str, Any]]
 def load_folder(at: Setting) -> Result:
     """Headers, index and config.json are read, and say a model that we have."""
     source = at.source
-    facts = {
-        "model_type": source.raw_config.get("model_type"),
-        "files": len(source.folder.files),
-        "bytes": source.folder.total_bytes,
-    }
-    size = facts["bytes"] / 1e9
-    return True, f"{facts['model_type']}, {facts['files']} files, {size:.3f} GB", facts
+    size, files = source.folder.total_bytes, len(source.folder.files)
+    facts = {"model_type": source.raw_config["model_type"], "files": files, "bytes": size}
+    return True, f"{facts['model_type']}, {files} files, {size / 1e9:.3f} GB", facts
 
 
 def key_coverage(at: Setting) -> Result:
@@ -231,8 +227,9 @@ def train_one_step(at: Setting) -> Result:
         state, _ = start_from_weights(at.program, lambda line: None)
         at.trained, metrics = at.step(state, at.batch())
     loss, norm = float(metrics["loss"]), float(metrics["grad_norm"])
-    facts = {"loss": loss, "grad_norm": norm, "finite": bool(metrics["finite"])}
-    return facts["finite"], f"loss {loss:.4f}, gradient norm {norm:.3f}", facts
+    finite = bool(metrics["finite"])
+    facts = {"loss": loss, "grad_norm": norm, "finite": finite}
+    return finite, f"loss {loss:.4f}, gradient norm {norm:.3f}", facts
 
 
 def save_and_resume(at: Setting) -> Result:
