@@ -192,6 +192,14 @@ class Checkpoints:
         position = layout.from_json(meta["position"])
         return Restored(_join(items, abstract), position, meta["config"], step)
 
+    def verify(self, step: int) -> None:
+        """Raises CheckpointError when the files of a step are not those that were written.
+
+        The line offers the previous good step.
+        """
+        if reason := integrity.damage(self.path(step)):
+            raise CheckpointError(self._offer(reader.DamagedError(self.path(step), reason)))
+
     def _offer(self, error: reader.DamagedError) -> str:
         bad = int(error.step_dir.name)
         for step in reversed([s for s in self.all_steps() if s < bad]):

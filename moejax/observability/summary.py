@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import rich.console
-import rich.table
 import rich.text
 
 from moejax.observability.console import Console
@@ -29,6 +28,8 @@ class RunSummary:
       cache: "cold", "warm" or "off": the compilation cache.
       checkpoint, best_checkpoint, picture: paths.
       overrides: `--config.FIELD=VALUE` of the command line, FIELD to VALUE.
+      program: what a shell calls the command by.
+      devices: options that give the proposed commands the devices of this run.
     """
 
     workdir: str
@@ -48,7 +49,9 @@ class RunSummary:
     checkpoint: str | None = None
     best_checkpoint: str | None = None
     picture: str | None = None
-    overrides: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    program: str = "moejax"
+    devices: Sequence[str] = ()
 
 
 def _rows(s: RunSummary) -> list[tuple[str, str]]:
@@ -90,30 +93,33 @@ def _joined(*parts: tuple[Any, Callable[[Any], str]]) -> str:
 
 def next_commands(s: RunSummary) -> list[str]:
     """Commands worth trying now, ready to paste; they repeat the values this run was given."""
-    given = dict(s.overrides)
-    if s.step >= s.num_steps:
-        given["train.num_steps"] = str(2 * s.num_steps)
-    workdir = f"--workdir={shlex.quote(s.workdir)}"
-    values = [shlex.quote(f"--config.{name}={value}") for name, value in given.items()]
-    train = ["moejax train", f"--config={shlex.quote(s.config)}", workdir, *values]
-    commands = [" ".join(train), f"moejax config --config={shlex.quote(s.config)}"]
-    return [f"moejax eval {workdir}", *commands] if s.checkpoint else commands
+    more = {"train.num_steps": 2 * s.num_steps} if s.step >= s.num_steps else {}
+    workdir, config = f"--workdir={shlex.quote(s.workdir)}", f"--config={shlex.quote(s.config)}"
+    simulated = [option for option in s.devices if option.startswith("--devices=")]
+    commands = [
+        ["train", config, workdir, *s.devices, *_fields({**s.overrides, **more})],
+        ["config", config, *simulated, *_fields(s.overrides)],
+    ]
+    if s.checkpoint:
+        commands.insert(0, ["eval", workdir, *s.devices])
+    return [" ".join([s.program, *words]) for words in commands]
+
+
+def _fields(values: Mapping[str, Any]) -> list[str]:
+    return [shlex.quote(f"--config.{name}={value}") for name, value in values.items()]
 
 
 def print_summary(summary: RunSummary, console: rich.console.Console | None = None) -> None:
     """Prints the report; plain text where the output is no terminal."""
     console = console or Console()
-    table = rich.table.Table(
-        box=None, show_header=False, padding=(0, 2, 0, 0), title=None, highlight=False
-    )
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in _rows(summary):
-        table.add_row(name, rich.text.Text(text))
+    rows = _rows(summary)
+    width = max(len(name) for name, _ in rows)
     console.print(
         f"{summary.workdir}: {summary.outcome}", style="bold", markup=False, soft_wrap=True
     )
-    console.print(table)
+    for name, text in rows:
+        line = rich.text.Text.assemble((f"{name:{width}}", "dim"), f"  {text}")
+        console.print(line, soft_wrap=True)
     console.print("next:", style="dim")
     for command in next_commands(summary):
         console.print(f"  {command}", markup=False, highlight=False, soft_wrap=True)

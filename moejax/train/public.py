@@ -18,8 +18,8 @@ def train(
     """Trains, resuming whatever `workdir` holds.
 
     Args:
-      config: a RunConfig, nested mappings, a ConfigDict, the name of a shipped config ("tiny"), or
-        the path of a config file.
+      config: a RunConfig, nested mappings, a ConfigDict, the name of a shipped config ("tiny"), the
+        path of a config file, or the folder of a run.
       workdir: folder of checkpoints, metrics and tokenizer; made if missing.
       overrides: dotted field -> value, such as {"train.num_steps": 50}.
     Returns:
@@ -27,8 +27,9 @@ def train(
     Raises:
       ConfigError: settings, data or checkpoint that cannot be used; nothing was changed.
     """
-    name = config if isinstance(config, str) else ""
-    return run(as_run_config(config, overrides), workdir, name=name, overrides=overrides)
+    named = isinstance(config, str | os.PathLike)
+    name, changed = (os.fspath(config), overrides) if named else ("", None)
+    return run(as_run_config(config, overrides), workdir, name=name, overrides=changed)
 
 
 class _CallablePackage(ModuleType):

@@ -17,6 +17,7 @@ import jax
 from moejax.checkpoint import Checkpoints
 from moejax.checkpoint.weights import Weights
 from moejax.config import ConfigError, RunConfig, as_dict
+from moejax.config.load import RESOLVED_FILE
 from moejax.data import (
     Corpus,
     Tokenizer,
@@ -29,9 +30,11 @@ from moejax.observability import Progress, RunSummary, StepProfiler, open_writer
 from moejax.observability.plots import plot_run
 from moejax.partitioning import make_mesh
 from moejax.train.compile import enable_cache
-from moejax.train.evaluate import EvalResult, Evaluator
+from moejax.train.evaluate import Evaluator
 from moejax.train.initial import keep_for_export, start_from_weights
+from moejax.train.lock import sole_run
 from moejax.train.loop import Loop
+from moejax.train.report import last_metrics, summarize
 from moejax.train.signals import StopRequest
 from moejax.train.state import (
     Program,
@@ -75,7 +78,8 @@ def run(
       cfg: the whole config.
       workdir: folder of checkpoints, metrics and tokenizer; made if missing.
       name, overrides: how the user called the config and what was changed on the command line,
-        for the commands that the summary proposes.
+        for the commands that the summary proposes; without a name they name the config that the
+        run has written.
     Raises:
       ConfigError: settings, data or checkpoint that cannot be used; nothing was changed.
     """
@@ -85,14 +89,32 @@ def run(
     corpora = {split: load_corpus(cfg.data, split) for split in ("train", "validation")}
     check_writable(workdir)
     enable_cache(cfg.compile_cache)
-    mesh = make_mesh(cfg.mesh)
-    program = build_program(cfg, mesh)
+    program = build_program(cfg, make_mesh(cfg.mesh))
     checkpoints = Checkpoints(workdir, cfg.checkpoint)
-    say = _say
     latest = checkpoints.latest_step()
     if latest is not None and latest >= cfg.train.num_steps:
         return _already_finished(cfg, workdir, checkpoints, latest)
-    with _leaving_nothing(workdir):
+    with sole_run(workdir):
+        result, summary = _train(program, workdir, corpora, checkpoints)
+        if summary is not None:
+            summary = dataclasses.replace(
+                summary,
+                config=name or str(workdir / RESOLVED_FILE),
+                overrides=overrides or {},
+                picture=str(plot_run(workdir, workdir / "curves.png")),
+                wall_s=time.perf_counter() - began,
+            )
+            print_summary(summary)
+    return result
+
+
+def _train(
+    program: Program, workdir: pathlib.Path, corpora: Mapping[str, Corpus], checkpoints: Checkpoints
+) -> tuple[TrainResult, RunSummary | None]:
+    """Prepares and runs the loop. Returns its result, and on the first process its report."""
+    cfg, mesh, say = program.cfg, program.mesh, _say
+    latest = checkpoints.latest_step()
+    with _leaving_no_tokenizer(workdir):
         tokenizer = get_tokenizer(cfg.data, workdir)
         check_vocabulary(cfg, tokenizer)
         shard = (jax.process_index(), jax.process_count())
@@ -112,7 +134,9 @@ def run(
         )
     if latest is not None and last_step <= start:
         iterator.close()
-        return TrainResult({}, checkpoints.path(latest), latest, "data used up before")
+        metrics = last_metrics(workdir, latest)
+        where = checkpoints.path(latest)
+        return TrainResult(metrics, where, latest, "data used up before"), None
     _write_facts(cfg, workdir, tokenizer, corpora, mesh)
     keep_for_export(weights, workdir)
     writers = open_writers(workdir, cfg.log, first_step=start + 1)
@@ -120,7 +144,7 @@ def run(
     try:
         with (
             Progress(last_step, first_step=start, enabled=cfg.log.progress) as progress,
-            StopRequest() as stop,
+            StopRequest(say) as stop,
         ):
             loop = Loop(
                 program, state, iterator, Evaluator(program, batches), checkpoints, writers,
@@ -134,20 +158,12 @@ def run(
         iterator.close()
         writers.close()
         checkpoints.close()
-    step = int(loop.state.step)
     newest = checkpoints.latest_step()
     where = checkpoints.path(newest) if newest is not None else None
-    if jax.process_index() == 0:
-        summary = _summary(cfg, workdir, loop, checkpoints, outcome, step)
-        summary = dataclasses.replace(
-            summary,
-            config=name or cfg.model.name,
-            overrides=overrides or {},
-            picture=str(plot_run(workdir, workdir / "curves.png")),
-            wall_s=time.perf_counter() - began,
-        )
-        print_summary(summary)
-    return TrainResult(dict(loop.last), where, step, outcome, stop.signum)
+    result = TrainResult(dict(loop.last), where, int(loop.state.step), outcome, stop.signum)
+    if jax.process_index():
+        return result, None
+    return result, summarize(cfg, workdir, loop, checkpoints, outcome)
 
 
 def restore_or_init(
@@ -188,18 +204,15 @@ def check_writable(workdir: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def _leaving_nothing(workdir: pathlib.Path) -> Iterator[None]:
-    """Takes back what a failed preparation wrote: the tokenizer it trained, the folder it made."""
-    was_there, tokenizer = workdir.exists(), workdir / "tokenizer.json"
+def _leaving_no_tokenizer(workdir: pathlib.Path) -> Iterator[None]:
+    """Takes back the tokenizer that a failed preparation trained."""
+    tokenizer = workdir / "tokenizer.json"
     had_tokenizer = tokenizer.exists()
     try:
         yield
     except ConfigError:
         if not had_tokenizer:
             tokenizer.unlink(missing_ok=True)
-        if not was_there:
-            with contextlib.suppress(OSError):
-                workdir.rmdir()
         raise
 
 
@@ -224,7 +237,7 @@ def _shape_of(mesh) -> str:
 
 
 def _write_facts(
-    cfg: RunConfig, workdir: pathlib.Path, tokenizer: Tokenizer, corpora: dict[str, Corpus], mesh
+    cfg: RunConfig, workdir: pathlib.Path, tokenizer: Tokenizer, corpora: Mapping[str, Corpus], mesh
 ) -> None:
     """Writes config.json (as resolved) and run.json (what else decides the numbers).
 
@@ -249,7 +262,7 @@ def _write_facts(
             for split, c in corpora.items()
         },
     }
-    for file, content in (("config.json", as_dict(cfg)), ("run.json", facts)):
+    for file, content in ((RESOLVED_FILE, as_dict(cfg)), ("run.json", facts)):
         scratch = workdir / (file + ".tmp")
         scratch.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         os.replace(scratch, workdir / file)
@@ -258,6 +271,7 @@ def _write_facts(
 def _already_finished(
     cfg: RunConfig, workdir, checkpoints: Checkpoints, latest: int
 ) -> TrainResult:
+    checkpoints.verify(latest)
     where = checkpoints.path(latest)
     _say(
         f"{workdir} is finished: step {latest} of train.num_steps={cfg.train.num_steps}, "
@@ -265,33 +279,4 @@ def _already_finished(
         f"To train on: --config.train.num_steps={2 * max(latest, cfg.train.num_steps)}; "
         "to start over: another --workdir."
     )
-    return TrainResult({}, where, latest, "finished before")
-
-
-def _summary(
-    cfg: RunConfig,
-    workdir: pathlib.Path,
-    loop: Loop,
-    checkpoints: Checkpoints,
-    outcome: str,
-    step: int,
-) -> RunSummary:
-    newest, best = checkpoints.latest_step(), checkpoints.best_step()
-    last_eval: EvalResult | None = loop.last_eval
-    return RunSummary(
-        workdir=str(workdir),
-        config=cfg.model.name,
-        outcome=outcome,
-        step=step,
-        num_steps=cfg.train.num_steps,
-        loss=loop.last.get("loss"),
-        eval_loss=last_eval.loss if last_eval else None,
-        eval_nats_per_byte=last_eval.nats_per_byte if last_eval else None,
-        tokens=loop.tokens,
-        tokens_per_s=loop.mean_tokens_per_s(),
-        first_step_s=loop.first_step_s,
-        cache=loop.compiled.cache if loop.compiled else None,
-        peak_memory_bytes=loop.compiled.peak_bytes if loop.compiled else None,
-        checkpoint=str(checkpoints.path(newest)) if newest is not None else None,
-        best_checkpoint=str(checkpoints.path(best)) if best is not None else None,
-    )
+    return TrainResult(last_metrics(workdir, latest), where, latest, "finished before")

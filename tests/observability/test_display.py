@@ -98,13 +98,15 @@ FULL = RunSummary(
     best_checkpoint="runs/my run/checkpoints/300",
     picture="runs/my run/curves.png",
     overrides={"data.paths": "('a b.txt',)", "train.num_steps": "400"},
+    program=".venv/bin/moejax",
+    devices=("--devices=8",),
 )
 
 
 def _summary(summary):
     console = rich.console.Console(file=io.StringIO(), width=100)
     print_summary(summary, console)
-    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+    return console.file.getvalue().splitlines()
 
 
 def test_summary_of_a_finished_run():
@@ -119,10 +121,11 @@ def test_summary_of_a_finished_run():
         "best         runs/my run/checkpoints/300",
         "picture      runs/my run/curves.png",
         "next:",
-        "  moejax eval --workdir='runs/my run'",
-        "  moejax train --config=configs/tiny.py --workdir='runs/my run'"
+        "  .venv/bin/moejax eval --workdir='runs/my run' --devices=8",
+        "  .venv/bin/moejax train --config=configs/tiny.py --workdir='runs/my run' --devices=8"
         """ '--config.data.paths=('"'"'a b.txt'"'"',)' --config.train.num_steps=800""",
-        "  moejax config --config=configs/tiny.py",
+        "  .venv/bin/moejax config --config=configs/tiny.py --devices=8"
+        """ '--config.data.paths=('"'"'a b.txt'"'"',)' --config.train.num_steps=400""",
     ]
 
 
