@@ -28,10 +28,13 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("give one of --workdir=DIR and --checkpoint=PATH.")
     count = start_devices(options)
     checkpoint = _locate(options)
-    cfg, note = fit_to_devices(_config(options, checkpoint, overrides), count, overrides)
+    asked = _config(options, checkpoint, overrides)
+    cfg, note = fit_to_devices(asked, count, overrides)
     if note and is_first_process():
         print(note, file=sys.stderr)
-    facts = evaluate(cfg, checkpoint, options.split)
+    # Counted in rows as configured: a mesh that rounds a batch up must not see more text.
+    max_rows = asked.eval.batches * (asked.eval.batch_size or asked.data.batch_size)
+    facts = evaluate(cfg, checkpoint, options.split, max_rows)
     if not is_first_process():
         return 0
     if options.json:
@@ -74,7 +77,9 @@ def _locate(options: argparse.Namespace) -> pathlib.Path:
     wanted = options.step if options.step is not None else step
     if wanted is not None and wanted not in steps:
         raise ConfigError(f"no checkpoint of step {wanted} in {directory}: it has {steps}.")
-    return directory / str(steps[-1] if wanted is None else wanted)
+    found = steps[-1] if wanted is None else wanted
+    Checkpoints(directory).verify(found)
+    return directory / str(found)
 
 
 def _config(
@@ -114,15 +119,20 @@ def fit_to_devices(
     rows = -(-(cfg.eval.batch_size or cfg.data.batch_size) // ways) * ways
     cfg = cfg.replace(
         data=cfg.data.replace(batch_size=rows),
-        eval=cfg.eval.replace(batch_size=rows),
+        eval=cfg.eval.replace(batch_size=rows, batches=0),
         train=cfg.train.replace(accumulation=1),
     )
     cfg.check(count)
     return cfg, note
 
 
-def evaluate(cfg: RunConfig, checkpoint: pathlib.Path, split: str) -> dict[str, Any]:
-    """Step, split, loss, nats_per_byte, num_tokens and checkpoint, ready for JSON."""
+def evaluate(
+    cfg: RunConfig, checkpoint: pathlib.Path, split: str, max_rows: int = 0
+) -> dict[str, Any]:
+    """Step, split, loss, nats_per_byte, num_tokens and checkpoint, ready for JSON.
+
+    Over the first `max_rows` rows of the split, 0 = all.
+    """
     import jax
 
     from moejax.data import load_corpus, make_eval_batches
@@ -140,7 +150,9 @@ def evaluate(cfg: RunConfig, checkpoint: pathlib.Path, split: str) -> dict[str, 
     step = int(checkpoint.name)
     params, balance = _model_state(cfg, checkpoint, abstract_tree(program))
     shard = (jax.process_index(), jax.process_count())
-    batches = make_eval_batches(cfg.data, tokenizer, corpus, cfg.eval.batch_size, shard=shard)
+    batches = make_eval_batches(
+        cfg.data, tokenizer, corpus, cfg.eval.batch_size, shard=shard, max_rows=max_rows
+    )
     result = Evaluator(program, batches)(params, balance)
     return {
         "checkpoint": str(checkpoint),

@@ -39,11 +39,13 @@ class EvalBatches:
         num_bytes: int,
         shard: Shard,
         document_ids: bool = False,
+        max_rows: int = 0,
     ):
         self._rows = PackedRows(documents, np.arange(len(documents)), seq_len)
         self._padding = padding_row(seq_len, documents.eos_id)
         self._batch_size, self._shard = batch_size, shard
         self._with_ids = document_ids
+        self._num_rows = min(max_rows or self._rows.num_rows, self._rows.num_rows)
         if document_ids:
             self._padding["document_ids"] = np.full(seq_len, -1, np.int32)
         self.num_bytes, self.num_tokens = num_bytes, self._rows.num_tokens
@@ -54,7 +56,7 @@ class EvalBatches:
         self.num_labels = self.num_tokens - len(borders)
 
     def __len__(self) -> int:
-        return -(-self._rows.num_rows // self._batch_size)
+        return -(-self._num_rows // self._batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
         index, count = self._shard
@@ -64,7 +66,7 @@ class EvalBatches:
             yield stack([self._row(n) for n in range(start, start + local)])
 
     def _row(self, n: int) -> Row:
-        if n >= self._rows.num_rows:
+        if n >= self._num_rows:
             return self._padding
         row = self._rows.row(n)
         if self._with_ids:
@@ -87,6 +89,7 @@ def make_eval_batches(
     *,
     shard: Shard = (0, 1),
     document_ids: bool = False,
+    max_rows: int = 0,
 ) -> EvalBatches:
     """Batches [batch_size / count, seq_len] over all of `corpus`, each token once.
 
@@ -101,6 +104,7 @@ def make_eval_batches(
       shard: (index, count): this process yields the index-th of `count` equal parts.
       document_ids: adds int32 `document_ids` to a batch: which document of the corpus
         (`corpus.names[i]`) a token is of, -1 for padding.
+      max_rows: only the first so many rows, over all processes, whatever the batch; 0 = all.
     Raises:
       ConfigError: `batch_size` does not divide over the processes of `shard`.
     """
@@ -109,7 +113,9 @@ def make_eval_batches(
             f"eval.batch_size={batch_size} does not divide over {shard[1]} processes."
         )
     documents = tokenize_corpus(tokenizer, corpus)
-    return EvalBatches(documents, cfg.seq_len, batch_size, corpus.num_bytes, shard, document_ids)
+    return EvalBatches(
+        documents, cfg.seq_len, batch_size, corpus.num_bytes, shard, document_ids, max_rows
+    )
 
 
 def make_eval_sets(

@@ -49,7 +49,9 @@ def _refused(outcome) -> str:
         ({"data.seq_len": 1_000_000}, "less than one row of data.seq_len=1000000"),
         (
             {
-                "data.seq_len": 1_000_000, "data.tokenizer": "bpe", "data.bpe_vocab_size": 300,
+                "data.seq_len": 1_000_000,
+                "data.tokenizer": "bpe",
+                "data.bpe_vocab_size": 300,
                 "model.vocab_size": 300,
             },
             "less than one row of data.seq_len=1000000",
@@ -136,9 +138,15 @@ def test_a_loss_that_is_not_a_number(moejax, run_dir, tmp_path):
         (["config"], "--config is needed"),
         (["config", "--config=kimi_k3", "--devices=100"], "does not fit 100 devices"),
         (["config", "--config=kimi_k3", "--devices=100"], "Make the product of the fixed axes a"),
-        (["config", "--config=tiny", "--devices=1"], "simulate more devices on the CPU (--devices=8)"),
+        (
+            ["config", "--config=tiny", "--devices=1"],
+            "more devices on the CPU (--devices=8)",
+        ),
         (["config", "--config=tiny", "--config.mesh.fsdp=0"], "mesh.fsdp=0 is not allowed"),
-        (["config", "--config=tiny", "--config.optim.groups=(('[',1,0),)"], "'[' is no regular exp"),
+        (
+            ["config", "--config=tiny", "--config.optim.groups=(('[',1,0),)"],
+            "'[' is no regular",
+        ),
         (["config", "--config=tiny", "--config.optim.learning_rate=1"], "nearest: optim.lr, "),
         (["config", "--config=tiny", "--config.model=3"], "model.norm_eps, ... ("),
         (["config", "--config=."], "is a folder without config.json"),

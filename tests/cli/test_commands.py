@@ -1,8 +1,10 @@
 """What each subcommand prints and returns, in this process and as a process of its own."""
 
+import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +22,7 @@ from moejax.cli.flags import split_overrides
 from moejax.config import ConfigError
 from moejax.config.load import load_config
 from moejax.train.compile import enable_cache
+from moejax.train.lock import sole_run
 from tests.cli.conftest import TEXT, flags
 
 ROOT = Path(__file__).parents[2]
@@ -159,6 +162,75 @@ def test_train_of_a_finished_run_says_so(moejax, run_dir):
     assert again.code == 0 and f"{run_dir} is finished: step 2" in again.out
 
 
+def _damage(step: Path) -> None:
+    """Flips a bit of the step's largest file."""
+    victim = max((p for p in step.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+
+
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_offered(moejax, run_dir, tmp_path):
+    """By `eval`, and by `train` where the run counts as finished."""
+    workdir = tmp_path / "work"
+    shutil.copytree(run_dir, workdir)
+    newest, before = workdir / "checkpoints" / "2", workdir / "checkpoints" / "1"
+    shutil.copytree(newest, before)
+    _damage(newest)
+    for argv in (["eval"], ["train", "--config=tiny", *flags()]):
+        refused = moejax(*argv, f"--workdir={workdir}")
+        assert refused.code == 2 and refused.err.count("\n") == 1
+        assert f"checkpoint {newest} is damaged (file " in refused.err
+        assert f"The previous one is {before}: delete 2 to use it." in refused.err
+
+
+def test_eval_sees_the_rows_asked_for_however_they_are_batched(moejax, run_dir):
+    """Six rows a batch are eight on eight devices; those added are empty."""
+    loss, tokens = set(), set()
+    for rows, batches in ((6, 2), (4, 3), (12, 1)):
+        sizes = [f"--config.eval.batch_size={rows}", f"--config.eval.batches={batches}"]
+        facts = json.loads(moejax("eval", f"--workdir={run_dir}", "--json", *sizes).out)
+        tokens.add(facts["num_tokens"])
+        loss.add(round(facts["loss"], 5))
+    assert len(tokens) == len(loss) == 1 and 0 < tokens.pop() <= 12 * 31
+
+
+def test_one_run_a_workdir(moejax, run_dir, tmp_path):
+    """A second is refused in one line and changes nothing; kill -9 frees the workdir."""
+    workdir = tmp_path / "work"
+    shutil.copytree(run_dir, workdir)
+    script = (
+        "import pathlib, sys; from moejax.train.lock import sole_run\n"
+        "with sole_run(pathlib.Path(sys.argv[1])): print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", script, str(workdir)], cwd=ROOT, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    with holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        before = sorted(workdir.rglob("*"))
+        argv = ["train", "--config=tiny", f"--workdir={workdir}", *flags(train__num_steps=4)]
+        refused = moejax(*argv)
+        assert refused.code == 2 and refused.err.count("\n") == 1
+        assert f"workdir {workdir} is in use by process {holder.pid} on " in refused.err
+        assert sorted(workdir.rglob("*")) == before
+        holder.kill()
+    with sole_run(workdir):
+        assert (workdir / "run.lock").read_text().startswith(f"{os.getpid()} on ")
+    assert not (workdir / "run.lock").exists()
+
+
+def test_a_file_system_without_locks_is_no_error(tmp_path, monkeypatch):
+    def refuse(handle, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    with sole_run(tmp_path / "work"), sole_run(tmp_path / "work"):
+        pass
+    assert not list(tmp_path.iterdir()), "the folder was made for the run, and stays empty"
+
+
 def test_the_package_trains_from_any_form_of_config(run_dir):
     """`moejax.train` is the package and the function; here on a finished run, which is quick."""
     stored = json.loads((run_dir / "config.json").read_text())
@@ -166,6 +238,8 @@ def test_the_package_trains_from_any_form_of_config(run_dir):
     assert result.outcome == "finished before" and result.step == 2
     assert result.checkpoint == run_dir / "checkpoints" / "2"
     assert isinstance(result, moejax.TrainResult)
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {"step": 2, **result.metrics} == last and last["eval_loss"] > 0
     with pytest.raises(moejax.ConfigError, match="nearest: model.dim"):
         moejax.train("tiny", run_dir, {"model.dims": 3})
 
