@@ -16,6 +16,7 @@ class StepProfiler:
     """Traces the steps `profile.steps` names to `<workdir>/profile`.
 
     Call `before(step)` and `after(step, outputs)` round every step and `close()` at the end.
+    Starting and ending a trace takes seconds: `starts` and `ends` tell at which steps.
     """
 
     def __init__(
@@ -36,9 +37,21 @@ class StepProfiler:
         self._annotation: Any = None
         self._tracing = self._done = False
 
+    def starts(self, step: int) -> bool:
+        """Whether `before` of this step starts the trace."""
+        return self._window is not None and not self._tracing and self._covers(step)
+
+    def ends(self, step: int) -> bool:
+        """Whether `after` of this step ends the trace."""
+        return self._window is not None and self._tracing and step >= self._window[1]
+
+    def _covers(self, step: int) -> bool:
+        window = self._window
+        return window is not None and not self._done and window[0] <= step <= window[1]
+
     def before(self, step: int) -> None:
         """Starts the trace at the first step of the window, or inside it after a resume."""
-        if self._window is None or self._done or not self._window[0] <= step <= self._window[1]:
+        if not self._covers(step):
             return
         if not self._tracing:
             try:
@@ -57,7 +70,7 @@ class StepProfiler:
         if self._annotation is not None:
             self._annotation.__exit__(None, None, None)
             self._annotation = None
-        if step >= self._window[1]:
+        if self.ends(step):
             jax.block_until_ready(outputs)
             self._stop()
 

@@ -75,13 +75,16 @@ class Loop:
         stop_at = self.cfg.train.stop_at
         total = self.iterator.last_step(self.start_step, self.cfg.train.num_steps)
         for step in range(self.start_step + 1, total + 1):
-            self._dispatch(step)
+            traced = self._dispatch(step)
             # Read the signal once: one that comes a moment later must find the next step, and save.
             signalled = stop.name
             stopping = bool(signalled) or step == stop_at
             closing = stopping or step == total or self._is_due(step)
             # Between milestones the host looks at a step while the next one runs.
-            self._drain(keep=0 if closing else 1, held=step if closing else None)
+            self._drain(keep=0 if closing or traced else 1, held=step if closing else None)
+            if traced:
+                self.profiler.after(step)
+                self._mark = time.perf_counter()
             if closing:
                 self._milestone(step, final=step == total, saving=stopping)
             if stopping and step < total:
@@ -91,15 +94,24 @@ class Loop:
             return f"data used up after step {total} (data.epochs={self.cfg.data.epochs})"
         return "finished"
 
-    def _dispatch(self, step: int) -> None:
+    def _dispatch(self, step: int) -> bool:
+        """Hands a step to the devices. Returns whether a trace is to end after it."""
         batch = put_batch(self.program, next(self.iterator), self.cfg.train.accumulation)
         if self.compiled is None:
             self.compiled = self._compile(batch)
             self._mark = time.perf_counter()  # compiling is no part of the first step's time
-        self.profiler.before(step)
+        if self.profiler.starts(step):
+            self._drain(keep=0, held=None)
+            self.profiler.before(step)
+            self._mark = time.perf_counter()  # nor is starting a trace, or ending one
+        else:
+            self.profiler.before(step)
         self.state, metrics = self.compiled.call(self.state, batch)
-        self.profiler.after(step, metrics)
         self._pending.append(Pending(step, batch, metrics, self.iterator.get_state()))
+        if self.profiler.ends(step):
+            return True
+        self.profiler.after(step, metrics)
+        return False
 
     def _compile(self, batch: dict[str, jax.Array]) -> Compiled:
         program = self.program

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import struct
+import time
 from pathlib import Path
 
+import jax
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from moejax.checkpoint import Checkpoints
 from moejax.cli.main import main
-from tests.e2e.small import STEP_TOKENS, STEPS, flags, rows, steps_on_disk
+from moejax.train.report import program_name
+from tests.e2e.small import STEP_TOKENS, STEPS, copied, flags, rows, steps_on_disk, train
 
 # 11,328 bytes of validation text in 4 documents: a byte a token, and an end of each.
 BYTES_PER_TOKEN = 11328 / 11332
@@ -93,10 +96,13 @@ def test_the_step_compiles_once_and_the_summary_says_from_where(straight, stoppe
 def test_the_summary_ends_with_commands_to_try(straight):
     out = straight.done.out
     assert f"{straight.workdir}: finished" in out and f"{STEPS}/{STEPS}" in out
-    assert f"  moejax eval --workdir={straight.workdir}\n" in out
-    again = next(line for line in out.splitlines() if line.startswith("  moejax train"))
-    assert again.startswith(f"  moejax train --config=base --workdir={straight.workdir} ")
-    assert "--config.train.num_steps=40" in again and "--config.data.tokenizer=byte" in again
+    moejax = program_name()
+    assert f"  {moejax} eval --workdir={straight.workdir} --devices=8\n" in out
+    again, shown = (line.split(" --config.", 1) for line in out.splitlines()[-2:])
+    assert again[0] == f"  {moejax} train --config=base --workdir={straight.workdir} --devices=8"
+    assert shown[0] == f"  {moejax} config --config=base --devices=8"
+    assert "train.num_steps=40" in again[1] and "train.num_steps=20" in shown[1]
+    assert "--config.data.tokenizer=byte" in again[1] and "data.tokenizer=byte" in shown[1]
 
 
 def test_the_steps_asked_for_are_traced(stopped):
@@ -110,3 +116,14 @@ def test_a_finished_run_says_so_and_does_nothing(straight, capfd):
     assert main(["train", f"--workdir={straight.workdir}", *flags()]) == 0
     assert f"{straight.workdir} is finished: step 20" in capfd.readouterr().out
     assert {p: p.stat().st_mtime_ns for p in straight.workdir.rglob("*")} == before
+
+
+def test_only_the_time_of_steps_counts_as_theirs(stopped, monkeypatch, tmp_path):
+    """A trace that takes a second to begin and to end makes no step, and no mean, slower."""
+    workdir = copied(stopped.workdir, tmp_path / "work")
+    for name in ("start_trace", "stop_trace"):
+        monkeypatch.setattr(jax.profiler, name, lambda *_: time.sleep(2.0))
+    done = train(workdir, profile__steps="8-9", train__stop_at=12, eval__every=0)
+    assert "profile: " in done.out
+    assert max(row["step_s"] for row in rows(workdir)[6:]) < 2.0
+    assert done.loop.mean_tokens_per_s() > STEP_TOKENS / 2.0
