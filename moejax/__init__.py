@@ -1,7 +1,8 @@
-"""Train the Kimi-K3 family of mixture-of-experts models in JAX and Flax nnx.
+"""Train and use the Kimi-K3 family of mixture-of-experts models in JAX and Flax nnx.
 
-`moejax.train(config, workdir)` is a whole run. Importing this package is light: JAX is imported
-when training is asked for, so that a program may still set devices and platforms.
+`moejax.train(config, workdir)` is a whole run; `moejax.load(path)` is a model to call: of a run, of
+an import, or of a Hugging Face folder. Importing this package is light: JAX is imported when either
+is asked for, so that a program may still set devices and platforms.
 """
 
 from __future__ import annotations
@@ -14,16 +15,21 @@ from moejax.version import __version__
 
 if TYPE_CHECKING:
     from moejax import train
+    from moejax.generate import LanguageModel, load
     from moejax.train import TrainResult
 
-__all__ = ["ConfigError", "RunConfig", "TrainResult", "__version__", "train"]
+__all__ = [
+    "ConfigError", "LanguageModel", "RunConfig", "TrainResult", "__version__", "load", "train",
+]  # fmt: skip
+
+_FROM = {"TrainResult": "train", "LanguageModel": "generate", "load": "generate"}
 
 
 def __getattr__(name: str) -> Any:
     if name == "train":  # the package of that name, which can be called
         return importlib.import_module("moejax.train")
-    if name == "TrainResult":
-        return importlib.import_module("moejax.train").TrainResult
+    if name in _FROM:
+        return getattr(importlib.import_module(f"moejax.{_FROM[name]}"), name)
     raise AttributeError(f"module 'moejax' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 
