@@ -45,6 +45,19 @@ def power_of_two(size: int, floor: int = 1) -> int:
     return 1 << (max(size, floor, 1) - 1).bit_length()
 
 
+def without_limits(parts: ModelParts) -> ModelParts:
+    """The model as it is used, not trained: no capacity drops a token, nothing is tracked.
+
+    With a capacity a row's numbers would depend on the rows beside it. The exchange between experts
+    is the one that fits the mesh.
+    """
+    moe = parts.cfg.moe
+    free = moe.replace(capacity_factor=0.0, exchange="auto")
+    if free == moe and not any(parts.options.values()):
+        return parts
+    return model_parts(parts.cfg.replace(moe=free))
+
+
 class Generator:
     """The programs that generate with one model on one mesh, each compiled once a shape bucket.
 
@@ -72,13 +85,9 @@ class Generator:
           mesh: where weights and rows live; None for one device.
           dtype: compute dtype, and that of the cached rows.
         """
-        moe = parts.cfg.moe
-        free = moe.replace(capacity_factor=0.0, exchange="auto")
-        if free != moe:
-            parts = model_parts(parts.cfg.replace(moe=free))
         # On one device there is nothing to share out.
         self.mesh = mesh if mesh is not None and mesh.size > 1 else None
-        self.parts, self.dtype = parts, jnp.dtype(dtype)
+        self.parts, self.dtype = without_limits(parts), jnp.dtype(dtype)
         self.buckets = buckets or Buckets()
         self.compilations: collections.Counter[str] = collections.Counter()
         self._ways = num_batch_shards(dict(self.mesh.shape)) if self.mesh else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +13,33 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.config import ConfigError, ModelConfig
-from moejax.generate.engine import Generator, generate
+from moejax.generate.engine import Generator, generate, without_limits
 from moejax.layers.param import use
 from moejax.models.parts import ModelParts
-from moejax.partitioning import BATCH_AXES, batch_local, num_batch_shards
+from moejax.partitioning import BATCH_AXES, batch_local, constrain, num_batch_shards
 
 IGNORED = -100
+
+
+class TokenScores(NamedTuple):
+    """What a model says about the label at every position.
+
+    Attributes:
+      losses: float32 [B, T], cross entropy in nats; 0 where no label counts.
+      greedy: bool [B, T], whether the label is the most likely token; False where none counts.
+      counted: bool [B, T], where a label counts.
+    """
+
+    losses: np.ndarray
+    greedy: np.ndarray
+    counted: np.ndarray
 
 
 class LanguageModel:
     """Weights of one model, and what they say about tokens.
 
-    Every method gives the same numbers on every mesh and for every number of rows beside a row.
+    Every method gives the same numbers on every mesh and for every number of rows beside a row; a
+    capacity of the experts, which would break that, is for training only.
 
     Attributes:
       config: the model.
@@ -33,13 +48,17 @@ class LanguageModel:
       mesh: the devices.
       tokenizer: None where the weights came without one.
       compute_dtype: the type layers compute in.
+      compiler_options: what `jax.jit` is given, None for its own choice.
     """
+
+    compiler_options: dict[str, Any] | None = None
 
     def __init__(
         self, parts: ModelParts, params: dict, balance: dict, mesh: Mesh, *, tokenizer: Any = None,
         compute_dtype: Any = jnp.float32,
     ):  # fmt: skip
         self.parts, self.params, self.balance, self.mesh = parts, params, balance, mesh
+        self._used = without_limits(parts)
         self.tokenizer, self.compute_dtype = tokenizer, jnp.dtype(compute_dtype)
 
     @property
@@ -96,6 +115,13 @@ class LanguageModel:
         self, token_ids: Any, labels: Any = None, segment_ids: Any = None, *, aligned: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
         """Cross entropy at every position, float32 [B, T], 0 where none counts; and which do."""
+        scores = self.token_scores(token_ids, labels, segment_ids, aligned=aligned)
+        return scores.losses, scores.counted
+
+    def token_scores(
+        self, token_ids: Any, labels: Any = None, segment_ids: Any = None, *, aligned: bool = False
+    ) -> TokenScores:
+        """Losses, and whether the label is the most likely token; arguments as in :meth:`loss`."""
         tokens, segments = self._rows(token_ids, segment_ids, None)
         given = tokens if labels is None else _as_rows(labels, "labels")
         if given.shape != tokens.shape:
@@ -107,8 +133,9 @@ class LanguageModel:
         self._check_ids(wanted[wanted != IGNORED], "labels")
         hidden = self._hidden(tokens, segments)
         with jax.set_mesh(self.mesh):
-            losses = self._loss_fn(self.params, self.balance, hidden, self._place(wanted))
-        return np.asarray(losses[: len(tokens)]), wanted != IGNORED
+            scores = self._score_fn(self.params, self.balance, hidden, self._place(wanted))
+        losses, greedy = (np.asarray(x)[: len(tokens)] for x in scores)
+        return TokenScores(losses, greedy, wanted != IGNORED)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, **options: Any
@@ -179,7 +206,7 @@ class LanguageModel:
     @functools.cached_property
     def _hidden_fn(self):
         def hidden(params, balance, tokens_BT, segments_BT, pinned_XBTA=None):
-            model = self.parts.bind(params, balance)
+            model = self._used.bind(params, balance)
             dtype = self.compute_dtype
             return model(tokens_BT, segments_BT, dtype=dtype, pinned_XBTA=pinned_XBTA)[0]
 
@@ -188,17 +215,18 @@ class LanguageModel:
     @functools.cached_property
     def _logits_fn(self):
         def logits(params, balance, hidden_BTD):
-            return self.parts.bind(params, balance).logits(hidden_BTD)
+            return self._used.bind(params, balance).logits(hidden_BTD)
 
         return self._jit(logits)
 
     @functools.cached_property
-    def _loss_fn(self):
-        def losses(params, balance, hidden_BTD, labels_BT):
-            table = self.parts.bind(params, balance).head_table()
-            return token_cross_entropy(hidden_BTD, use(table, self.compute_dtype), labels_BT)
+    def _score_fn(self):
+        def scores(params, balance, hidden_BTD, labels_BT):
+            table = self._used.bind(params, balance).head_table()
+            out = score_tokens(hidden_BTD, use(table, self.compute_dtype), labels_BT)
+            return tuple(constrain(x_BT, (None, None)) for x_BT in out)  # whole on every process
 
-        return self._jit(losses)
+        return self._jit(scores)
 
     def _jit(self, fn):
         """float32 means float32: TF32 or bfloat16 passes are not what was asked for."""
@@ -208,13 +236,16 @@ class LanguageModel:
             with jax.default_matmul_precision("highest" if exact else "default"):
                 return fn(*args)
 
-        return jax.jit(run)
+        return jax.jit(run, compiler_options=self.compiler_options)
 
 
-def token_cross_entropy(
+def score_tokens(
     hidden_BTD: jax.Array, table_VD: jax.Array, labels_BT: jax.Array
-) -> jax.Array:
-    """Cross entropy of every label, float32 [B, T], 0 where it is -100; logits a row at a time."""
+) -> tuple[jax.Array, jax.Array]:
+    """Of every label: cross entropy, float32 [B, T], and whether it is the most likely token.
+
+    0 and False where the label is -100. Logits stand in memory a row at a time.
+    """
 
     def local(hidden_BTD, labels_BT, table_VD):
         def row(_, inputs):
@@ -223,7 +254,8 @@ def token_cross_entropy(
             logits_TV = jnp.einsum("td,vd->tv", hidden_TD, table_VD, preferred_element_type=full)
             picked_T = jnp.take_along_axis(logits_TV, jnp.maximum(labels_T, 0)[:, None], 1)[:, 0]
             losses_T = jax.nn.logsumexp(logits_TV, 1) - picked_T
-            return None, jnp.where(labels_T == IGNORED, 0, losses_T)
+            greedy_T = jnp.argmax(logits_TV, 1) == labels_T
+            return None, (jnp.where(labels_T == IGNORED, 0, losses_T), greedy_T)
 
         return jax.lax.scan(row, None, (hidden_BTD, labels_BT))[1]
 
