@@ -149,7 +149,7 @@ def _read_tuple(name: str, text: str) -> Any:
     """What a Python tuple, a JSON list or object, or the .json file called `text` holds."""
     if text.endswith(".json"):
         try:
-            return json.loads(pathlib.Path(text).expanduser().read_text(encoding="utf-8"))
+            return json.loads(pathlib.Path(text).expanduser().read_text(encoding="utf-8-sig"))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{name}={text!r} is not a JSON file ({error}).") from error
     for read in (ast.literal_eval, json.loads):
@@ -179,7 +179,7 @@ def _find(config: str | os.PathLike[str]) -> pathlib.Path:
 def _resolved(path: pathlib.Path) -> dict[str, Any]:
     """The nested values of a JSON file in the shape of `as_dict`, as a run writes its config."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"config {path} cannot be read as JSON ({error}).") from error
     if not isinstance(values, dict):

@@ -73,7 +73,8 @@ def _read(path: str, name: str, field: str) -> Iterator[tuple[str, str]]:
             f"{', '.join(TEXT_SUFFIXES)}, .jsonl.{hint}"
         )
     try:
-        text = Path(path).read_bytes().decode()
+        # JSON from Windows may begin with a byte-order mark; in plain text it is text.
+        text = Path(path).read_bytes().decode("utf-8-sig" if suffix == ".jsonl" else "utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as UTF-8 text ({error}).") from error
     if suffix != ".jsonl":

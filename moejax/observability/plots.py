@@ -44,6 +44,8 @@ def _prepare(axes: Axes, title: str, unit: str) -> None:
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.margins(x=0.01)
+    whole = MaxNLocator("auto", integer=True, min_n_ticks=1, steps=[1, 2, 2.5, 5, 10])
+    axes.xaxis.set_major_locator(whole)
 
 
 def _loss(axes: Axes, rows: Rows) -> None:

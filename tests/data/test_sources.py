@@ -206,3 +206,9 @@ def test_half_a_character_is_named_with_its_line(tmp_path):
     path.write_text('{"text": "fine"}\n{"text": "a \\ud800 b"}\n')
     message = error_of(files_config(path))
     assert "half.jsonl:2: the text is not valid Unicode" in message
+
+
+def test_a_byte_order_mark_is_no_part_of_json(tmp_path):
+    path = tmp_path / "windows.jsonl"
+    path.write_text('{"text": "one"}\n{"text": "two"}\n', encoding="utf-8-sig")
+    assert load_corpus(files_config(path), "all").texts == ("one", "two")

@@ -72,3 +72,13 @@ def test_nothing_to_draw_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         plots.plot_run(tmp_path, tmp_path / "file" / "x.png")
+
+
+@pytest.mark.parametrize("steps", [2, 3, 130])
+def test_steps_on_the_axis_are_whole(tmp_path, monkeypatch, steps):
+    _log(tmp_path, ("loss", "lr", "tokens_per_s", "moe_load_max"), steps)
+    monkeypatch.setattr(plots, "_save", lambda figure, path: figure)
+    figure = plots.plot_run(tmp_path, "none")
+    for axes in (axes for axes in figure.axes if axes.get_title(loc="left")):
+        ticks = axes.get_xticks()
+        assert len(ticks) and np.all(ticks == np.round(ticks)), axes.get_title(loc="left")
