@@ -31,7 +31,7 @@ def first_bad_tensor(program: Program, state: TrainState, batch: dict[str, jax.A
     def bad(tree: Any) -> jax.Array:
         return jnp.stack([~jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)])
 
-    def again(state: TrainState, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    def again(state: TrainState, batch: dict[str, jax.Array]) -> dict[str, Any]:
         grads, measured = gradients(watching, state, batch)
         layers = {
             name: by_layer(measured["aux"], watching.parts.segments, name)
