@@ -177,7 +177,8 @@ def add_document(digest: Any, name: str, text: str) -> int:
         data = text.encode()
     except UnicodeEncodeError as error:  # JSON can escape half a character: "\ud800"
         raise ConfigError(
-            f"{name}: the text is not valid Unicode ({reason(error)}). Mend or leave out this record."
+            f"{name}: the text is not valid Unicode ({reason(error)}). "
+            "Mend this record, or leave it out."
         ) from error
     digest.update(f"{len(name.encode())} {len(data)} {name}".encode() + data)
     return len(data)
