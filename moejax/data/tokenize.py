@@ -28,8 +28,8 @@ _SAMPLE_BYTES = 2_000_000
 # one 2.15; a 4-gram model of the tokens agrees (1.124 nats a byte there, 1.116 here).
 _PIECES = r"\n* *[^\n]+"
 # Learning merges takes time with the square of a piece's length, and a text may be one line. What
-# is longer than 2,000 characters is learned from in parts, cut in front of a space where there is one; texts
-# without such lines give what they gave without the rule.
+# is longer than 2,000 characters is learned from in parts, cut in front of a space where there is
+# one; texts without such lines give what they gave without the rule.
 _TOO_LONG = re.compile(r"[^\n]{2001}|\n{2001}")
 _PARTS = re.compile(r"\n{0,2000}(?:[^\n]{1,2000}(?!\S)|[^\n]{1,2000})|\n{1,2000}")
 
