@@ -134,9 +134,8 @@ def _train(
         )
     if latest is not None and last_step <= start:
         iterator.close()
-        metrics = last_metrics(workdir, latest)
-        where = checkpoints.path(latest)
-        return TrainResult(metrics, where, latest, "data used up before"), None
+        found = last_metrics(workdir, latest), checkpoints.path(latest), latest
+        return TrainResult(*found, "data used up before"), None
     _write_facts(cfg, workdir, tokenizer, corpora, mesh)
     keep_for_export(weights, workdir)
     writers = open_writers(workdir, cfg.log, first_step=start + 1)
