@@ -75,6 +75,7 @@ class HfSource:
             self.family, self.cfg = read_hf_config(self.raw_config)
         except UnsupportedError as error:
             raise self._with_tensor(error, keys) from error
+        self._check_blocks()
         self.parts = model_parts(self.cfg)
         self.map = KeyMap(self.parts, self.family.spelling)
         stored = _gather(keys, self.folder)
@@ -85,6 +86,16 @@ class HfSource:
         for name in self.tensors:
             for leaf, index in self.map.entries[name].places:
                 self._by_leaf.setdefault(leaf, []).append((name, index))
+
+    def _check_blocks(self) -> None:
+        """fp8 comes in blocks of 128 x 128; others would be read wrongly, not refused, later."""
+        quantised = self.raw_config.get("quantization_config") or {}
+        block = quantised.get("weight_block_size", [quant.FP8_BLOCK] * 2)
+        if list(block) != [quant.FP8_BLOCK] * 2:
+            raise CheckpointError(
+                f"{self.folder.path}: config.json: quantization_config.weight_block_size={block} "
+                f"is not supported: only [{quant.FP8_BLOCK}, {quant.FP8_BLOCK}] is."
+            )
 
     def _with_tensor(self, error: UnsupportedError, keys: Mapping[str, Any]) -> CheckpointError:
         known = set().union(*(known_names(f.spelling) for f in FAMILIES.values()))
@@ -206,6 +217,11 @@ def _gather(keys: Mapping[str, tuple[str, tuple[int, ...]]], folder: HfFolder) -
         if key.endswith(_PACKED):
             name = key.removesuffix(_PACKED)
             scale = _needs(name + _SCALE, key, keys, folder)
+            if (dtype, keys[scale][0]) != ("U8", "U8"):
+                raise CheckpointError(
+                    f"{folder.file_of(key)}, key {key}: {dtype} codes with {keys[scale][0]} scales "
+                    "are not MXFP4 (U8 and U8); other packings are not read."
+                )
             out[name] = Stored("mxfp4", (key, scale), (*shape[:-1], 2 * shape[-1]), dtype)
             scales.add(scale)
         elif dtype in _FP8:

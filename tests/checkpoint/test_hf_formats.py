@@ -255,3 +255,28 @@ def test_a_shard_that_ends_early_leaves_nothing(tmp_path):
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         import_hf(src, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["src"]
+
+
+def test_other_packings_are_refused(tmp_path):
+    for name, change, message in (
+        ("k3_mxfp4", "int4", r"weight_packed: I32 codes with U8 scales are not MXFP4"),
+        ("k3_mxfp4", "no scale", r"its scales .*weight_scale are missing"),
+        ("deepseek_v32_fp8", "blocks", r"weight_block_size=\[64, 64\] is not supported"),
+    ):
+        src = tmp_path / change
+        src.mkdir()
+        raw = json.loads((FOLDER / name / "config.json").read_text())
+        if change == "blocks":
+            raw["quantization_config"]["weight_block_size"] = [64, 64]
+            shutil.copyfile(FOLDER / name / "model.safetensors", src / "model.safetensors")
+        else:
+            tensors = load_file(FOLDER / name / "model.safetensors")
+            key = next(key for key in tensors if key.endswith(".weight_packed"))
+            if change == "int4":
+                tensors[key] = tensors[key].view(np.int32)
+            else:
+                del tensors[key.removesuffix("_packed") + "_scale"]
+            save_file(tensors, src / "model.safetensors")
+        (src / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(CheckpointError, match=message):
+            HfSource(src)
