@@ -20,6 +20,7 @@ COMMANDS = {
     "eval": ("moejax.cli.evaluate", "loss of a checkpoint on a split"),
     "generate": ("moejax.cli.generate", "text that a model continues"),
     "config": ("moejax.cli.config", "resolved config, parameter counts, sharding table"),
+    "compile": ("moejax.cli.compile", "does the train step fit hardware that is not here?"),
     "import-hf": ("moejax.cli.import_hf", "a Hugging Face folder becomes a checkpoint"),
     "export-hf": ("moejax.cli.export_hf", "a checkpoint becomes a Hugging Face folder"),
     "verify": ("moejax.cli.verify", "a card of checks on a Hugging Face folder"),
@@ -48,7 +49,10 @@ def help_text() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns the exit code: 0, 2 for bad input, 130 for Ctrl-C."""
+    """Runs one command. Returns the exit code: 0, 2 for bad input, 130 for Ctrl-C.
+
+    Some commands add codes of their own (`compile`: 3 for what does not fit).
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         with _plain_warnings():

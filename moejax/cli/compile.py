@@ -1,0 +1,152 @@
+"""`moejax compile`: the train step compiled for hardware that is not here; does it fit?"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from moejax.cli.flags import Parser, add_config, required_config, start_devices
+from moejax.cli.tables import Column, print_table, say
+
+if TYPE_CHECKING:
+    from moejax.planner.aot import CompileReport
+
+EXAMPLES = (
+    "moejax compile --config=tiny --hardware=cpu:8",
+    "moejax compile --config=kimi_linear_48b --hardware=h200:8x8",
+    "moejax compile --config=kimi_k31 --hardware=v5p:4x4x8 --config.mesh.fsdp=2 --json",
+)
+_DOES_NOT_FIT = 3
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compiles and reports. Returns 0 where the step fits the devices' memory, 3 where not."""
+    options, overrides = _parser().parse(argv)
+    cfg = required_config(options, overrides)
+    hardware = _hardware(options)
+    # Only a compiler is needed: no accelerator is taken from whoever uses it.
+    simulated = hardware.shape[0] if hardware.chip.platform == "cpu" else None
+    start_devices(argparse.Namespace(platform="cpu", devices=simulated, multihost=False))
+    from moejax.planner.aot import compile_for
+
+    report = compile_for(cfg, hardware, keep_batch="data.batch_size" in overrides)
+    if options.json:
+        print(json.dumps(as_json(cfg.model.name, report), indent=2))
+    else:
+        print_report(cfg.model.name, report)
+    return 0 if report.fits else _DOES_NOT_FIT
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        "compile",
+        what="Compiles the train step of a config for accelerators that are not here, and tells "
+        "whether it fits them: compile time, memory of a device, collectives and what they send "
+        "over each mesh axis, and the least time of a step. Nothing is allocated. The mesh is the "
+        "config's; a step has one row a device unless --config.data.batch_size says otherwise. "
+        "Exit code 0: it fits; 3: it does not. For GPUs and TPUs it needs "
+        "`pip install 'moejax[aot]'`.",
+        examples=EXAMPLES,
+    )
+    add_config(parser)
+    parser.add_argument(
+        "--hardware", metavar="NAME:SHAPE",
+        help="h100, h200, b200 as hosts x GPUs (h200:16x8); v5p, v6e, tpu7x by topology in chips "
+        "(v5p:4x4x8); cpu:8 for simulated devices",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="everything as JSON")
+    return parser
+
+
+def _hardware(options: argparse.Namespace):
+    from moejax.config import ConfigError
+    from moejax.planner.hardware import parse_hardware
+
+    if not options.hardware:
+        raise ConfigError(
+            "--hardware is needed: h200:16x8 (hosts x GPUs), v5p:4x4x8 (topology), or cpu:8."
+        )
+    return parse_hardware(options.hardware)
+
+
+def as_json(name: str, report: CompileReport) -> dict[str, Any]:
+    """The report in plain values; bytes and seconds."""
+    return {"config": name, "fits": report.fits, **dataclasses.asdict(report)}
+
+
+def print_report(name: str, report: CompileReport) -> None:
+    """What was compiled, then memory, collectives and the least time of a step; `fits` last."""
+    mesh = " x ".join(f"{axis}={n}" for axis, n in report.mesh.items() if n > 1) or "one device"
+    say(f"train step of {name} on {report.devices} x {report.device} ({mesh})", bold=True)
+    print_table([Column(), Column(right=True), Column(dim=True)], _facts(report))
+    if report.collectives:
+        say("")
+        say("collectives of a device and step", bold=True)
+        _print_collectives(report)
+    if report.roofline:
+        say("")
+        say("least time of a step", bold=True)
+        print_table([Column(), Column(right=True), Column(dim=True)], _times(report))
+    say("")
+    memory = report.memory
+    share = f"{_gib(memory.peak)} of {_gib(memory.available)} a device"
+    say(f"fits: {'yes' if report.fits else 'no'} ({share})", bold=True)
+    if report.refused:
+        say(f"the compiler: {report.refused[:300]}")
+
+
+def _facts(report: CompileReport) -> list[list[str]]:
+    memory = report.memory
+    rows = [
+        ["rows", f"{report.rows:,}", f"of {report.seq_len:,} tokens"],
+        ["compile", f"{report.compile_s:.1f} s", f"{_gib(report.host_bytes)} of host memory"],
+    ]
+    if not report.refused:
+        rows += [
+            ["arguments", _gib(memory.arguments), "a device: state and batch"],
+            ["outputs", _gib(memory.outputs), f"{_gib(memory.aliased)} of it over the arguments"],
+            ["temporaries", _gib(memory.temporaries), ""],
+        ]
+    rows.append(["peak", _gib(memory.peak), f"of {_gib(memory.available)}"])
+    rows.append(["FLOPs a token", f"{report.flops_per_token:.4g}", "forward and backward"])
+    return rows
+
+
+def _print_collectives(report: CompileReport) -> None:
+    header = ["kind", "mesh axes", "group", "count", "operands", "sent", ""]
+    rows = [
+        [
+            row.kind, row.axes, str(row.group), f"{row.count:,}", _gib(row.operand_bytes),
+            _gib(row.sent_bytes), "one pass of a loop of unknown length" if row.open_loop else "",
+        ]
+        for row in report.collectives
+    ]  # fmt: skip
+    right = Column(right=True)
+    print_table([Column(), Column(), right, right, right, right, Column(dim=True)], rows, header)
+
+
+def _times(report: CompileReport) -> list[list[str]]:
+    times = report.roofline
+    assert times is not None
+    named = (
+        ("compute", times.compute_s, "arithmetic, with what is computed again"),
+        ("memory", times.hbm_s, "state, weights at use and temporaries, once each way"),
+        ("links", times.link_s, "collectives inside a host or slice"),
+        ("network", times.network_s, "collectives between them"),
+        ("step", times.step_s, f"all overlapped: MFU {100 * times.mfu:.1f} %"),
+        ("step", times.serial_s, f"nothing overlapped: MFU {100 * times.serial_mfu:.1f} %"),
+    )
+    return [[label, _seconds(value), remark] for label, value, remark in named]
+
+
+def _gib(count: float) -> str:
+    if count < 2**20:
+        return f"{count / 2**10:.1f} KiB"
+    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.2f} GiB"
+
+
+def _seconds(value: float) -> str:
+    return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"

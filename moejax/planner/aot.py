@@ -1,0 +1,286 @@
+"""The real train step, compiled for devices that are not here; nothing is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+import resource
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh
+
+from moejax.config import ConfigError, RunConfig
+from moejax.models.flops import train_flops_per_token
+from moejax.observability.peak import peak_flops
+from moejax.partitioning import make_mesh, num_batch_shards
+from moejax.planner.collectives import Collective, count_collectives
+from moejax.planner.hardware import Hardware, num_chips, target_config
+from moejax.planner.roofline import Roofline, hardware_flops, hbm_bytes, roofline
+from moejax.train.compile import Compiled, compile_once
+from moejax.train.state import Program, TrainState, build_program
+from moejax.train.step import batch_sharding, train_step
+from pallas_kernels.choose import lowering_for
+
+EXTRA = "pip install 'moejax[aot]'"
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    Attributes:
+      arguments: state and batch.
+      outputs: the next state and the metrics.
+      aliased: outputs that are written over donated arguments.
+      temporaries: everything else while the step runs.
+      peak: arguments + outputs - aliased + temporaries.
+      available: memory of a device.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    peak: int
+    available: int
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.available
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileReport:
+    """What compiling a step for some hardware told.
+
+    Attributes:
+      hardware: as it was asked for.
+      device: kind of a device.
+      devices: how many.
+      mesh: axis -> size.
+      rows, seq_len: sequences of a step and their length.
+      compile_s: seconds of tracing, lowering and compiling.
+      host_bytes: largest resident memory of this process so far.
+      memory: bytes a device; where the compiler refused, only the peak it gave.
+      collectives: what a device sends; empty where the compiler refused.
+      flops_per_token: of the model's maths.
+      roofline: None where the compiler refused.
+      refused: the compiler's own words when it found that the step does not fit, or "".
+    """
+
+    hardware: str
+    device: str
+    devices: int
+    mesh: dict[str, int]
+    rows: int
+    seq_len: int
+    compile_s: float
+    host_bytes: int
+    memory: Memory
+    collectives: tuple[Collective, ...]
+    flops_per_token: float
+    roofline: Roofline | None
+    refused: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return not self.refused and self.memory.fits
+
+
+def absent_devices(hardware: Hardware) -> list[Any]:
+    """Devices to compile for: described by XLA's plugin, or this process's simulated ones.
+
+    Raises:
+      ConfigError: the plugin is missing, or there is no such machine.
+    """
+    if hardware.chip.platform == "cpu":
+        found = jax.devices("cpu")
+        if len(found) < num_chips(hardware):
+            raise ConfigError(
+                f"--hardware={hardware.name}: JAX runs with {len(found)} simulated devices already."
+            )
+        return found[: num_chips(hardware)]
+    try:
+        if hardware.chip.platform == "tpu":
+            # Ask no cloud for what machine this is, and let two such processes run side by side.
+            os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+            os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
+            described = topologies.get_topology_desc(hardware.name, platform="tpu")
+        else:
+            hosts, gpus = hardware.shape
+            described = topologies.get_topology_desc(
+                hardware.name.partition(":")[0], platform="cuda", topology=f"1x{hosts}x{gpus}",
+                target_config=target_config(hardware.chip),
+            )  # fmt: skip
+    except Exception as error:  # each plugin has its own
+        raise ConfigError(_no_topology(hardware, error)) from error
+    return list(described.devices)
+
+
+def _no_topology(hardware: Hardware, error: Exception) -> str:
+    text = " ".join(str(error).split()).rstrip(".")
+    module = "libtpu" if hardware.chip.platform == "tpu" else "jax_plugins.xla_cuda13"
+    try:
+        __import__(module)
+    except ImportError:
+        return (
+            f"--hardware={hardware.name} needs XLA's compiler for {hardware.chip.platform}, "
+            f"which is not installed. {EXTRA} brings it (about 0.6 GB, no driver needed)."
+        )
+    return f"--hardware={hardware.name} cannot be described: {text}."
+
+
+def one_row_a_device(cfg: RunConfig, devices: int) -> RunConfig:
+    """The config with as many rows a step as batch shards and microbatches."""
+    rows = num_batch_shards(cfg.mesh.sizes(devices)) * cfg.train.accumulation
+    return cfg.replace(data=cfg.data.replace(batch_size=rows), eval=cfg.eval.replace(batch_size=0))
+
+
+def compile_for(cfg: RunConfig, hardware: Hardware, *, keep_batch: bool = False) -> CompileReport:
+    """Compiles the train step of a config for hardware that need not be here.
+
+    Args:
+      cfg: the whole config; its mesh is laid over the hardware's devices.
+      hardware: see :func:`parse_hardware`.
+      keep_batch: use `data.batch_size` instead of one row a device and microbatch.
+    Raises:
+      ConfigError: the mesh or batch does not fit the devices, or a compiler is missing.
+    """
+    devices = absent_devices(hardware)
+    if not keep_batch:
+        cfg = one_row_a_device(cfg, len(devices))
+    cfg.check(len(devices))
+    program = build_program(cfg, make_mesh(cfg.mesh, devices))
+    compiled, refused, seconds = _compile(program, hardware)
+    memory = _memory(compiled, refused, hardware)
+    flops = train_flops_per_token(program.parts, cfg.data.seq_len)
+    collectives: tuple[Collective, ...] = ()
+    bound = None
+    if compiled is not None:
+        hlo = compiled.call.as_text()  # type: ignore[attr-defined]
+        collectives = tuple(count_collectives(hlo, dict(program.mesh.shape)))
+        bound = _bound(program, hardware, memory, collectives, flops)
+    return CompileReport(
+        hardware=hardware.name,
+        device=hardware.chip.kind,
+        devices=len(devices),
+        mesh=dict(program.mesh.shape),
+        rows=cfg.data.batch_size,
+        seq_len=cfg.data.seq_len,
+        compile_s=seconds,
+        host_bytes=host_bytes(),
+        memory=memory,
+        collectives=collectives,
+        flops_per_token=flops,
+        roofline=bound,
+        refused=refused,
+    )
+
+
+def abstract_arguments(program: Program) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
+    """State and batch of a step as shapes with shardings."""
+    cfg = program.cfg
+    state = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        program.abstract,
+        program.shardings,
+    )
+    micro = cfg.train.accumulation
+    rows = jax.ShapeDtypeStruct(
+        (micro, cfg.data.batch_size // micro, cfg.data.seq_len),
+        jnp.int32,
+        sharding=batch_sharding(program),
+    )
+    return state, dict.fromkeys(("tokens", "labels", "segment_ids"), rows)
+
+
+def _compile(program: Program, hardware: Hardware) -> tuple[Compiled | None, str, float]:
+    """The compiled step, or the compiler's words where it does not fit; and the seconds."""
+    platform = {"cuda": "gpu"}.get(hardware.chip.platform, hardware.chip.platform)
+    began = time.perf_counter()
+    try:
+        with jax.set_mesh(program.mesh), lowering_for(platform):
+            compiled = compile_once(
+                lambda state, batch: train_step(program, state, batch),
+                *abstract_arguments(program),
+                donate_argnums=0,
+                out_shardings=(program.shardings, None),
+            )
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None, " ".join(str(error).split()), time.perf_counter() - began
+    return compiled, "", compiled.compile_s
+
+
+_USED = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+
+
+def _memory(compiled: Compiled | None, refused: str, hardware: Hardware) -> Memory:
+    available = hardware.chip.memory_bytes
+    if compiled is None:
+        match = _USED.search(refused)
+        units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+        used = float(match.group(1)) * units[match.group(2)] if match else math.nan
+        return Memory(0, 0, 0, 0, int(used) if match else available + 1, available)
+    facts = compiled.call.memory_analysis()  # type: ignore[attr-defined]
+    return Memory(
+        facts.argument_size_in_bytes,
+        facts.output_size_in_bytes,
+        facts.alias_size_in_bytes,
+        facts.temp_size_in_bytes,
+        compiled.peak_bytes,
+        available,
+    )
+
+
+def _bound(
+    program: Program, hardware: Hardware, memory: Memory, collectives: tuple[Collective, ...],
+    flops_per_token: float,
+) -> Roofline:  # fmt: skip
+    cfg, mesh = program.cfg, program.mesh
+    tokens = cfg.data.batch_size * cfg.data.seq_len / mesh.devices.size
+    remat = cfg.train.remat
+    return roofline(
+        model_flops=flops_per_token * tokens,
+        hardware_flops=hardware_flops(flops_per_token * tokens, remat),
+        hbm_bytes=hbm_bytes(
+            program.parts, cfg.train.compute_dtype, mesh.shape["expert"], remat,
+            cfg.train.accumulation, memory.arguments + memory.outputs, memory.temporaries,
+        ),
+        collectives=collectives,
+        near=near_devices(mesh),
+        chip=hardware.chip,
+        peak_flops=peak_flops(mesh.devices.flat[0], cfg.train.compute_dtype)[0],
+    )  # fmt: skip
+
+
+def near_devices(mesh: Mesh) -> dict[str, int]:
+    """Along each axis, how many devices share a host (GPUs) or a slice (TPUs)."""
+
+    def place(device: Any) -> int:
+        slice_index = getattr(device, "slice_index", None)
+        if device.platform == "tpu":
+            return slice_index or 0
+        return device.process_index
+
+    places = np.vectorize(place, otypes=[int])(mesh.devices)
+    near = {}
+    for i, axis in enumerate(mesh.axis_names):
+        line = np.moveaxis(places, i, 0).reshape(places.shape[i], -1)[:, 0]
+        near[axis] = int(np.sum(line == line[0]))
+    return near
+
+
+def host_bytes() -> int:
+    """Largest resident memory of this process so far."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
