@@ -305,6 +305,11 @@ def get_config() -> ConfigDict:
     c.train.z_loss = 0.0
     # stop after this step, as if interrupted; -1 = run to num_steps [>= -1]
     c.train.stop_at = -1
+    # names of the parameters that are trained, * for anything: ("*.router.*", "*norm*"); the others
+    # get no gradient and no optimizer state; empty = all are trained
+    c.train.trainable = ()
+    # dtype that the untrained parameters are stored in [one of 'float32', 'bfloat16']
+    c.train.frozen_dtype = "float32"
 
     c.eval = ConfigDict()
     # steps between evaluations; 0 = only at the end [>= 0]

@@ -216,6 +216,8 @@ class TrainConfig(Section):
     vocab_per_chunk: int = setting(0, ge=0)
     z_loss: float = setting(0.0, ge=0.0)
     stop_at: int = setting(-1, ge=-1)
+    trainable: tuple = setting((), items=str)
+    frozen_dtype: str = setting("float32", choices=("float32", "bfloat16"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -311,6 +313,7 @@ class RunConfig(Section):
         _check_experts(self.model, sizes)
         _check_batch(self, sizes)
         _check_vocabulary(self)
+        _check_trainable(self)
         return sizes
 
 
@@ -350,6 +353,24 @@ def _check_batch(run: RunConfig, sizes: dict[str, int]) -> None:
     eval_rows = run.eval.batch_size or rows
     if eval_rows % ways:
         raise ConfigError(f"eval.batch_size={eval_rows} does not divide over {ways} batch shards.")
+
+
+def _check_trainable(run: RunConfig) -> None:
+    """What touches every parameter does not go with parameters that must stay as they are."""
+    if not run.train.trainable:
+        if run.train.frozen_dtype != "float32":
+            raise ConfigError(
+                f"train.frozen_dtype={run.train.frozen_dtype} has no effect: train.trainable is "
+                "empty, so every parameter is trained. Name the trained ones, or use float32."
+            )
+        return
+    for field in ("qk_clip", "ema_decay"):
+        value = getattr(run.optim, field)
+        if value:
+            raise ConfigError(
+                f"optim.{field}={value} does not go with train.trainable: it needs all parameters "
+                f"trained. Set optim.{field}=0."
+            )
 
 
 _BYTE_VOCAB_SIZE = 257  # 256 bytes and end of text

@@ -10,15 +10,21 @@ from moejax.config import ModelConfig
 from moejax.models.parts import ModelParts, flat_infos
 
 
-def matmul_params_per_token(parts: ModelParts) -> int:
+def matmul_params_per_token(parts: ModelParts, chosen: dict | None = None) -> int:
     """Weights that one token is multiplied with.
 
     All maps and the head; of the experts only those the token uses.
+
+    Args:
+      parts: the model.
+      chosen: for every parameter whether it counts; None = all do.
     """
     moe = parts.cfg.moe
     total = 0
-    for info, leaf in zip(flat_infos(parts.infos), jax.tree.leaves(parts.params), strict=True):
-        size = math.prod(leaf.shape)
+    infos, leaves = flat_infos(parts.infos), jax.tree.leaves(parts.params)
+    counts = [True] * len(leaves) if chosen is None else jax.tree.leaves(chosen)
+    for info, leaf, counted in zip(infos, leaves, counts, strict=True):
+        size = math.prod(leaf.shape) * counted
         if "experts" in info.axes:
             size = size * moe.top_k // moe.num_experts
         is_lookup = info.name.startswith("embed.") and not parts.cfg.tie_embeddings
@@ -45,8 +51,13 @@ def attention_flops_per_token(cfg: ModelConfig, seq_len: int) -> float:
     return sum(of_kind[kind] for kind in cfg.attention_kinds())
 
 
-def train_flops_per_token(parts: ModelParts, seq_len: int) -> float:
-    """Forward and backward: 6 FLOPs a weight, three times the attention cores."""
-    return 6.0 * matmul_params_per_token(parts) + 3.0 * attention_flops_per_token(
-        parts.cfg, seq_len
-    )
+def train_flops_per_token(parts: ModelParts, seq_len: int, trained: dict | None = None) -> float:
+    """Forward and backward: 6 FLOPs a weight (4 where it is frozen), 3 times the attention cores.
+
+    Args:
+      parts: the model.
+      seq_len: length of a row.
+      trained: for every parameter whether it gets a gradient; None = all do.
+    """
+    weights, updated = matmul_params_per_token(parts), matmul_params_per_token(parts, trained)
+    return 4.0 * weights + 2.0 * updated + 3.0 * attention_flops_per_token(parts.cfg, seq_len)

@@ -161,7 +161,7 @@ def compile_for(cfg: RunConfig, hardware: Hardware, *, keep_batch: bool = False)
     program = build_program(cfg, make_mesh(cfg.mesh, devices))
     compiled, refused, seconds = _compile(program, hardware)
     memory = _memory(compiled, refused, hardware)
-    flops = train_flops_per_token(program.parts, cfg.data.seq_len)
+    flops = train_flops_per_token(program.parts, cfg.data.seq_len, program.trains)
     collectives: tuple[Collective, ...] = ()
     bound = None
     if compiled is not None:

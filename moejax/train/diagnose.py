@@ -13,6 +13,7 @@ from moejax.models.decoder import by_layer, layer_kinds
 from moejax.models.parts import flat_infos, model_parts
 from moejax.train.state import Program, TrainState
 from moejax.train.step import gradients
+from moejax.train.trainable import split
 
 
 class NonFiniteError(ConfigError):
@@ -49,6 +50,8 @@ def first_bad_tensor(program: Program, state: TrainState, batch: dict[str, jax.A
     if not np.isfinite(found["loss"]):
         return "the loss itself, after layers that are finite"
     if found["grads"].any():
+        trained = split(program.parts.infos, program.trains)[0]
+        names = [info.name for info in flat_infos(trained)]
         return f"gradient of {names[int(found['grads'].argmax())]}"
     return "the global norm of the gradients, which are finite each"
 

@@ -14,6 +14,7 @@ from moejax.config import RunConfig
 from moejax.models.parts import ModelParts, model_parts
 from moejax.optim import build_optimizer, state_shardings
 from moejax.partitioning import shardings_for
+from moejax.train.trainable import split, stored_params, trainable_mask
 
 
 class TrainState(NamedTuple):
@@ -26,7 +27,11 @@ class TrainState(NamedTuple):
 
 
 class Program(NamedTuple):
-    """What stays the same for a whole run: model, optimizer, mesh, and where the state lives."""
+    """What stays the same for a whole run: model, optimizer, mesh, and where the state lives.
+
+    `trains` tells for every parameter whether the run trains it; the others have no gradient and
+    no optimizer state.
+    """
 
     cfg: RunConfig
     parts: ModelParts
@@ -34,25 +39,27 @@ class Program(NamedTuple):
     mesh: Mesh
     abstract: TrainState
     shardings: TrainState
+    trains: dict
 
 
 def build_program(cfg: RunConfig, mesh: Mesh) -> Program:
     """Model and optimizer as data, with a sharding for every array; nothing is allocated."""
     parts = model_parts(cfg.model, track_max_logit=cfg.optim.qk_clip > 0)
     param_shardings = shardings_for(parts.infos, parts.params, mesh)
-    optimizer = build_optimizer(cfg.optim, cfg.train.num_steps, parts.infos)
-    abstract_opt = jax.eval_shape(optimizer.init, parts.params)
+    trains = trainable_mask(cfg.train, parts.infos)
+    params = stored_params(cfg.train, parts.params, parts.infos, trains)
+    infos, trained = split(parts.infos, trains)[0], split(params, trains)[0]
+    optimizer = build_optimizer(cfg.optim, cfg.train.num_steps, infos)
+    abstract_opt = jax.eval_shape(optimizer.init, trained)
     everywhere = NamedSharding(mesh, P())
-    abstract = TrainState(
-        parts.params, abstract_opt, parts.balance, jax.ShapeDtypeStruct((), jnp.int32)
-    )
+    abstract = TrainState(params, abstract_opt, parts.balance, jax.ShapeDtypeStruct((), jnp.int32))
     shardings = TrainState(
         param_shardings,
-        state_shardings(abstract_opt, parts.params, param_shardings),
+        state_shardings(abstract_opt, trained, split(param_shardings, trains)[0]),
         jax.tree.map(lambda _: everywhere, parts.balance),
         everywhere,
     )
-    return Program(cfg, parts, optimizer, mesh, abstract, shardings)
+    return Program(cfg, parts, optimizer, mesh, abstract, shardings, trains)
 
 
 def init_state(
@@ -70,7 +77,9 @@ def init_state(
         fresh, even = program.parts.init(key)
         params = fresh if params is None else params
         balance = even if balance is None else balance
-        return TrainState(params, program.optimizer.init(params), balance, jnp.zeros((), jnp.int32))
+        params = jax.tree.map(lambda p, a: p.astype(a.dtype), params, program.abstract.params)
+        opt_state = program.optimizer.init(split(params, program.trains)[0])
+        return TrainState(params, opt_state, balance, jnp.zeros((), jnp.int32))
 
     # Drawing a hundred arrays once is all compile time on a CPU: no optimisation there, three times
     # faster.

@@ -18,6 +18,7 @@ from moejax.models.parts import zeros_like_abstract
 from moejax.optim import clip_key, clip_query, global_norm, make_schedule, qk_clip_factors
 from moejax.partitioning import BATCH_AXES, batch_local
 from moejax.train.state import Program, TrainState
+from moejax.train.trainable import merge, split
 from pallas_kernels.linear_xent import linear_xent
 
 Batch = dict[str, jax.Array]  # tokens, labels, segment_ids: int32 [microbatches, B, T]
@@ -106,16 +107,24 @@ def _add(path, total: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def gradients(program: Program, state: TrainState, batch: Batch) -> tuple[dict, dict]:
-    """Gradient of the step's loss, float32, and the measured values; one pass a microbatch."""
+    """Gradient of the step's loss, float32, and the measured values; one pass a microbatch.
+
+    Of the trained parameters only: of the others none is computed.
+    """
     counts = _counts(batch)
+    trained, frozen = split(state.params, program.trains)
     key = None
     if program.cfg.model.dropout:
         key = jax.random.fold_in(jax.random.key(program.cfg.seed), state.step)
 
     def one(micro: Batch, number: jax.Array):
         micro_key = None if key is None else jax.random.fold_in(key, number)
-        fn = lambda params: micro_loss(program, params, state.balance, micro, counts, micro_key)  # noqa: E731
-        (_, measured), grads = jax.value_and_grad(fn, has_aux=True)(state.params)
+
+        def loss(trained: dict):
+            params = merge(trained, frozen)
+            return micro_loss(program, params, state.balance, micro, counts, micro_key)
+
+        (_, measured), grads = jax.value_and_grad(loss, has_aux=True)(trained)
         return grads, measured
 
     num_micro = batch["tokens"].shape[0]
@@ -142,10 +151,11 @@ def _stored(program: Program, grads: dict) -> dict:
 
     A reduce-scatter, not an all-reduce, where the platform has it.
     """
-    return jax.tree.map(jax.lax.with_sharding_constraint, grads, program.shardings.params)
+    shardings = split(program.shardings.params, program.trains)[0]
+    return jax.tree.map(jax.lax.with_sharding_constraint, grads, shardings)
 
 
-def _trainable(program: Program, updates: dict) -> dict:
+def _of_stage(program: Program, updates: dict) -> dict:
     """Updates of what this stage trains.
 
     Only the indexer in DSA warm-up, all but it when it is frozen.
@@ -157,7 +167,7 @@ def _trainable(program: Program, updates: dict) -> dict:
     wanted = stage == "warmup"
     return jax.tree.map(
         lambda info, u: u if (".indexer." in info.name) == wanted else jnp.zeros_like(u),
-        program.parts.infos,
+        split(program.parts.infos, program.trains)[0],
         updates,
     )
 
@@ -212,9 +222,10 @@ def train_step(program: Program, state: TrainState, batch: Batch) -> tuple[Train
     """
     grads, measured = gradients(program, state, batch)
     norm = global_norm(grads)
-    updates, opt_state = program.optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, _trainable(program, updates))
-    params = _clip_qk(program, params, measured["aux"])
+    trained, frozen = split(state.params, program.trains)
+    updates, opt_state = program.optimizer.update(grads, state.opt_state, trained)
+    trained = optax.apply_updates(trained, _of_stage(program, updates))
+    params = _clip_qk(program, merge(trained, frozen), measured["aux"])
     new = TrainState(
         params, opt_state, _next_balance(program, state.balance, measured["aux"]), state.step + 1
     )
