@@ -323,6 +323,16 @@ def get_config() -> ConfigDict:
     # validation
     c.eval.sets = ()
 
+    c.samples = ConfigDict()
+    # texts that the model continues during training, into samples.jsonl and TensorBoard: ("def ",)
+    c.samples.prompts = ()
+    # steps between samples; 0 = only at the end [>= 0]
+    c.samples.every = 100
+    # most tokens of a continuation [>= 1]
+    c.samples.max_new_tokens = 64
+    # divides the logits when a token is drawn; 0 takes the most likely one [>= 0]
+    c.samples.temperature = 0.0
+
     c.checkpoint = ConfigDict()
     # steps between checkpoints; 0 = only at the end [>= 0]
     c.checkpoint.every = 100

@@ -142,13 +142,11 @@ def _from_json(path: pathlib.Path, number: int, line: str) -> str:
 
 
 def encode(model: LanguageModel, text: str) -> list[int]:
-    """Token ids of a prompt, names of special tokens read as such; of an empty one, the token
-    that begins a text (or ends one, where there is no other).
-    """
-    tokenizer = model.tokenizer
-    assert tokenizer is not None  # the caller's check
-    begin = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
-    return tokenizer.encode(text, specials=True).tolist() or [begin]
+    """Token ids of a prompt; an empty one has one too."""
+    from moejax.generate.prompts import prompt_ids
+
+    assert model.tokenizer is not None  # the caller's check
+    return prompt_ids(model.tokenizer, text)
 
 
 def _stops(model: LanguageModel, options: argparse.Namespace) -> set[int]:

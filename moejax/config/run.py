@@ -236,6 +236,17 @@ class EvalConfig(Section):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplesConfig(Section):
+    """Text that the model continues as it learns."""
+
+    _path = "samples."
+    prompts: tuple = setting((), items=str)
+    every: int = setting(100, ge=0)
+    max_new_tokens: int = setting(64, ge=1)
+    temperature: float = setting(0.0, ge=0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
     """When to save and what to keep."""
 
@@ -296,6 +307,7 @@ class RunConfig(Section):
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+    samples: SamplesConfig = dataclasses.field(default_factory=SamplesConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
     profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)

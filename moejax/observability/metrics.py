@@ -66,18 +66,21 @@ def read_metrics(path: str | pathlib.Path) -> list[dict[str, Any]]:
 
 
 class MetricsLog:
-    """Appends one JSON line a step to `<workdir>/metrics.jsonl`."""
+    """Appends JSON lines to `<workdir>/metrics.jsonl`, one a step, or to another file there."""
 
-    def __init__(self, workdir: str | pathlib.Path, *, first_step: int | None = None):
+    def __init__(
+        self, workdir: str | pathlib.Path, *, first_step: int | None = None, file: str = FILE
+    ):
         """
         Args:
           workdir: made if it is missing.
           first_step: the first step that will be written; lines of that step and later ones,
             left by the run that is being resumed, are removed. None starts from an empty file.
+          file: its name.
         Raises:
           ConfigError: the file cannot be written.
         """
-        self.path = pathlib.Path(workdir) / FILE
+        self.path = pathlib.Path(workdir) / file
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._drop_from(0 if first_step is None else first_step)
@@ -89,7 +92,7 @@ class MetricsLog:
         if not self.path.exists():
             return
         kept = [row for row in read_metrics(self.path) if row["step"] < first_step]
-        scratch = self.path.with_name(f"{FILE}.tmp")
+        scratch = self.path.with_name(f"{self.path.name}.tmp")
         scratch.write_text("".join(f"{json.dumps(row)}\n" for row in kept), encoding="utf-8")
         os.replace(scratch, self.path)
 

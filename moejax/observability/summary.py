@@ -22,6 +22,7 @@ class RunSummary:
       workdir, config: as given on the command line.
       outcome: in words, such as "finished" or "stopped by SIGTERM".
       step, num_steps: reached, and asked for.
+      eval_sets: loss a token and nats a byte of each set evaluated beside the validation split.
       tokens: trained on, over all parts of a resumed run.
       wall_s: seconds of this process.
       first_step_s: seconds to the end of its first step.
@@ -40,6 +41,7 @@ class RunSummary:
     loss: float | None = None
     eval_loss: float | None = None
     eval_nats_per_byte: float | None = None
+    eval_sets: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     tokens: int | None = None
     tokens_per_s: int | float | None = None
     wall_s: int | float | None = None
@@ -71,6 +73,7 @@ def _rows(s: RunSummary) -> list[tuple[str, str]]:
     rows = [
         ("steps", f"{s.step}/{s.num_steps}"),
         ("loss", losses),
+        *((f"  {name}", f"{a:.4f}, {b:.4f} nats/byte") for name, (a, b) in s.eval_sets.items()),
         ("tokens", tokens),
         ("time", times),
         ("peak memory", _joined((s.peak_memory_bytes, short_bytes))),

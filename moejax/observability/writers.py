@@ -51,6 +51,11 @@ class TensorBoard:
             for tag, number in _scalars(name, plain(value)):
                 self._writer.add_scalar(tag, number, step)
 
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Adds a text, shown as it stands (indented, which Markdown leaves alone)."""
+        block = "".join(f"    {line}\n" for line in text.split("\n"))
+        self._writer.add_text(name, block, step)
+
     def close(self) -> None:
         """Flushes and closes the event file."""
         self._writer.close()
@@ -75,6 +80,12 @@ class Writers:
         values = {name: plain(value) for name, value in metrics.items()}
         for writer in self._writers:
             writer.write(step, values)
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Gives a text to those that show texts."""
+        for writer in self._writers:
+            if isinstance(writer, TensorBoard):
+                writer.write_text(step, name, text)
 
     def close(self) -> None:
         """Closes each."""

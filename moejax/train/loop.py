@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +18,12 @@ from moejax.optim import ema_params
 from moejax.train.compile import Compiled, compile_once
 from moejax.train.diagnose import NonFiniteError, first_bad_tensor
 from moejax.train.evaluate import EvalResult, Evaluator, put_batch
+from moejax.train.samples import Samples
 from moejax.train.signals import StopRequest
 from moejax.train.state import Program, TrainState, as_tree
 from moejax.train.step import train_step
+
+_SET_METRICS = ("loss", "nats_per_byte")  # of an EvalResult, as eval/NAME/...
 
 
 class Pending(NamedTuple):
@@ -37,7 +41,7 @@ class Loop:
     def __init__(
         self, program: Program, state: TrainState, iterator: TrainIterator, evaluator: Evaluator,
         checkpoints: Checkpoints, writers: Writers, progress: Progress, profiler: StepProfiler,
-        tokens: int,
+        tokens: int, *, sets: Mapping[str, Evaluator] | None = None, samples: Samples | None = None,
     ):  # fmt: skip
         self.program, self.state, self.iterator, self.evaluator = (
             program,
@@ -51,6 +55,7 @@ class Loop:
             progress,
             profiler,
         )
+        self.sets, self.samples = dict(sets or {}), samples
         self.cfg = program.cfg
         self.start_step = int(state.step)
         self.tokens = tokens
@@ -60,6 +65,7 @@ class Loop:
         self.last: dict[str, Any] = {}
         self._timed_steps, self._timed_s = 0, 0.0
         self.last_eval: EvalResult | None = None
+        self.last_sets: dict[str, EvalResult] = {}
         self.best_eval = checkpoints.best_loss()
         moe = self.cfg.model.moe
         self.dead = DeadExperts(len(program.parts.moe_layers()), moe.num_experts)
@@ -175,6 +181,7 @@ class Loop:
             "model_flops_per_token": self.flops_per_token,
             "peak_memory_bytes": self.compiled.peak_bytes if self.compiled else 0,
         }
+        row |= {f"eval/{name}/{key}": None for name in self.sets for key in _SET_METRICS}
         if "load" in host:
             load = np.asarray(host["load"], np.float64)
             mean = np.maximum(load.mean(-1), 1e-9)
@@ -190,8 +197,9 @@ class Loop:
         self.progress.update(step, row)
 
     def _is_due(self, step: int) -> bool:
-        """Whether this step is evaluated or saved by its period."""
-        return self._eval_due(step) or self.checkpoints.due(step)
+        """Whether this step is evaluated, sampled or saved by its period."""
+        sampled = self.samples is not None and self.samples.due(step)
+        return self._eval_due(step) or self.checkpoints.due(step) or sampled
 
     def _eval_due(self, step: int) -> bool:
         return self.cfg.eval.every > 0 and step % self.cfg.eval.every == 0
@@ -208,7 +216,10 @@ class Loop:
                 f"step {step}: validation loss {result.loss:.4f} a token, "
                 f"{result.nats_per_byte:.4f} nats a byte"
             )
+            self._evaluate_sets(step)
         self.writers.write(step, self.last)
+        if self.samples is not None and (final or self.samples.due(step)):
+            self.samples(step, self.weights(), self.state.balance)
         if (
             final
             or saving
@@ -216,12 +227,26 @@ class Loop:
             or (is_best and self.cfg.checkpoint.keep_best)
         ):
             self.save(step)
-        self._mark = time.perf_counter()  # evaluation and saving are no part of a step's time
+        self._mark = time.perf_counter()  # nothing of this is part of a step's time
+
+    def weights(self) -> dict:
+        """What is evaluated: the current weights, or their average where one is kept."""
+        return ema_params(self.state.opt_state) if self.cfg.optim.ema_decay else self.state.params
 
     def evaluate(self) -> EvalResult:
-        """Validation loss of the current weights, or of their average where one is kept."""
-        params = ema_params(self.state.opt_state) if self.cfg.optim.ema_decay else self.state.params
-        return self.evaluator(params, self.state.balance)
+        """Validation loss."""
+        return self.evaluator(self.weights(), self.state.balance)
+
+    def _evaluate_sets(self, step: int) -> None:
+        for name, evaluator in self.sets.items():
+            # Batches have one shape: the program of the validation split serves all.
+            evaluator.compiled = evaluator.compiled or self.evaluator.compiled
+            result = self.last_sets[name] = evaluator(self.weights(), self.state.balance)
+            self.last |= {f"eval/{name}/{key}": getattr(result, key) for key in _SET_METRICS}
+            self.progress.print(
+                f"step {step}: {name} loss {result.loss:.4f} a token, "
+                f"{result.nats_per_byte:.4f} nats a byte"
+            )
 
     def save(self, step: int) -> None:
         """Saves everything a resumed run needs to repeat the same bits."""

@@ -37,6 +37,7 @@ def summarize(
         loss=loop.last.get("loss"),
         eval_loss=last_eval.loss if last_eval else None,
         eval_nats_per_byte=last_eval.nats_per_byte if last_eval else None,
+        eval_sets={n: (r.loss, r.nats_per_byte) for n, r in loop.last_sets.items()},
         tokens=loop.tokens,
         tokens_per_s=loop.mean_tokens_per_s(),
         first_step_s=loop.first_step_s,

@@ -24,6 +24,7 @@ from moejax.data import (
     get_tokenizer,
     load_corpus,
     make_eval_batches,
+    make_eval_sets,
     make_train_iterator,
 )
 from moejax.observability import Progress, RunSummary, StepProfiler, open_writers, print_summary
@@ -35,6 +36,7 @@ from moejax.train.initial import keep_for_export, start_from_weights
 from moejax.train.lock import sole_run
 from moejax.train.loop import Loop
 from moejax.train.report import last_metrics, summarize
+from moejax.train.samples import Samples
 from moejax.train.signals import StopRequest
 from moejax.train.state import (
     Program,
@@ -122,6 +124,10 @@ def _train(
         iterator = make_train_iterator(cfg.data, tokenizer, texts[0], seed=cfg.seed, shard=shard)
         eval_rows = cfg.eval.batch_size or cfg.data.batch_size
         batches = make_eval_batches(cfg.data, tokenizer, texts[1], eval_rows, shard=shard)
+        sets = {
+            name: Evaluator(program, one)
+            for name, one in make_eval_sets(cfg, tokenizer, shard=shard).items()
+        }
         state, position, weights = restore_or_init(program, checkpoints, say)
         if "data" in position:
             iterator.set_state(position["data"])
@@ -140,6 +146,9 @@ def _train(
     keep_for_export(weights, workdir)
     writers = open_writers(workdir, cfg.log, first_step=start + 1)
     profiler = StepProfiler(cfg.profile, workdir, say)
+    samples = None
+    if cfg.samples.prompts:
+        samples = Samples(program, tokenizer, workdir, writers, first_step=start + 1)
     try:
         with (
             Progress(last_step, first_step=start, enabled=cfg.log.progress) as progress,
@@ -147,13 +156,15 @@ def _train(
         ):
             loop = Loop(
                 program, state, iterator, Evaluator(program, batches), checkpoints, writers,
-                progress, profiler, int(position.get("tokens", 0)),
+                progress, profiler, int(position.get("tokens", 0)), sets=sets, samples=samples,
             )  # fmt: skip
             del state  # the loop donates it
             say(f"compiling the step for {_shape_of(mesh)} ...")
             outcome = loop.run(stop)
     finally:
         profiler.close()
+        if samples is not None:
+            samples.close()
         iterator.close()
         writers.close()
         checkpoints.close()
