@@ -164,10 +164,17 @@ def get_config() -> ConfigDict:
     c.model.moe.bias_rate = 0.001
     # coefficient of the sequence-wise auxiliary loss [>= 0]
     c.model.moe.aux_weight = 0.0
-    # how tokens reach experts: auto, local, padded [one of 'auto', 'local', 'padded']
+    # how tokens reach experts; auto: local on one device, padded on CPU, ragged on GPU and TPU
+    # [one of 'auto', 'local', 'padded', 'ragged']
     c.model.moe.exchange = "auto"
-    # exchange buffer relative to even routing; what does not fit takes another round [> 0]
+    # parts a device's tokens travel in, so that the exchange of one hides behind the experts'
+    # work on another [>= 1]
+    c.model.moe.exchange_slices = 1
+    # send buffer of the padded exchange relative to even routing; what does not fit takes another
+    # round [> 0]
     c.model.moe.buffer_factor = 1.5
+    # receive buffer of the ragged exchange, likewise [> 0]
+    c.model.moe.receive_factor = 1.25
     # 0 = dropless; else an expert takes this times its even share of a row, the rest is
     # dropped and counted [>= 0]
     c.model.moe.capacity_factor = 0.0

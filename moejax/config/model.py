@@ -110,8 +110,10 @@ class MoeConfig(Section):
     balance: str = setting("quantile", choices=("quantile", "bias_step", "aux", "none"))
     bias_rate: float = setting(1e-3, ge=0.0)
     aux_weight: float = setting(0.0, ge=0.0)
-    exchange: str = setting("auto", choices=("auto", "local", "padded"))
+    exchange: str = setting("auto", choices=("auto", "local", "padded", "ragged"))
+    exchange_slices: int = setting(1, ge=1)
     buffer_factor: float = setting(1.5, gt=0.0)
+    receive_factor: float = setting(1.25, gt=0.0)
     capacity_factor: float = setting(0.0, ge=0.0)
 
     def __post_init__(self) -> None:

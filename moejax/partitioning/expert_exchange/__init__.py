@@ -2,5 +2,6 @@
 
 from moejax.partitioning.expert_exchange.api import exchange_experts, resolve_exchange
 from moejax.partitioning.expert_exchange.local import ExchangeStats
+from moejax.partitioning.expert_exchange.rounds import DISPATCHED, RETURNED
 
-__all__ = ["ExchangeStats", "exchange_experts", "resolve_exchange"]
+__all__ = ["DISPATCHED", "RETURNED", "ExchangeStats", "exchange_experts", "resolve_exchange"]

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from moejax.partitioning.expert_exchange import local, padded
-from moejax.partitioning.expert_exchange.local import ExchangeStats
+from moejax.partitioning.expert_exchange import local, rounds
+from moejax.partitioning.expert_exchange.padded import Padded
+from moejax.partitioning.expert_exchange.ragged import Ragged
 from moejax.partitioning.rules import BATCH_AXES
 from moejax.partitioning.shard import active_mesh
+from pallas_kernels.choose import target_platform
 
-EXCHANGES = ("local", "padded")
+EXCHANGES = ("local", "padded", "ragged")
 
 
-def resolve_exchange(name: str, expert_axis: int) -> str:
-    """The exchange that `auto` stands for on a mesh with this many devices along ``expert``."""
+def resolve_exchange(name: str, expert_axis: int, platform: str | None = None) -> str:
+    """The exchange that `auto` stands for.
+
+    Args:
+      expert_axis: devices along ``expert``; with one there is nothing to exchange.
+      platform: of the mesh's devices; None: the one that operators are lowered for. CPUs have no
+        ragged all-to-all.
+    """
     if name != "auto":
         return name
-    return "padded" if expert_axis > 1 else "local"
+    if expert_axis == 1:
+        return "local"
+    return "padded" if (platform or target_platform()) == "cpu" else "ragged"
 
 
 def exchange_experts(
     x_BTL, expert_ids_BTA, weights_BTA, weights, expert_fn, *, num_experts: int,
-    exchange: str = "auto", buffer_factor: float = 1.5,
+    exchange: str = "auto", buffer_factor: float = 1.5, receive_factor: float = 1.25,
+    slices: int = 1,
 ):  # fmt: skip
     """Σ over each token's experts of weight times expert output, wherever the experts live.
 
@@ -37,7 +48,9 @@ def exchange_experts(
       weights: pytree of expert weights [E, ...]; split over ``expert`` on dim 0, whole otherwise.
       expert_fn: ``(weights, rows, group_sizes) -> rows``, run on each device's own experts.
       exchange: one of `EXCHANGES`, or ``auto``.
-      buffer_factor: size of a bounded send buffer relative to an even routing.
+      buffer_factor: rows of the padded exchange's send buffer, relative to an even routing.
+      receive_factor: rows of the ragged exchange's receive buffer, relative to an even routing.
+      slices: parts in which a device's tokens travel, so that exchange and experts overlap.
     Returns:
       [B, T, L], and ExchangeStats (largest over devices).
     """
@@ -56,14 +69,21 @@ def exchange_experts(
             expert_fn,
             num_experts,
         )
-    name = resolve_exchange(exchange, mesh.shape["expert"])
+    ranks = mesh.shape["expert"]
+    name = resolve_exchange(exchange, ranks, _platform(mesh))
     axes = tuple(mesh.axis_names)
+
+    def sized(num_rows: int):
+        if name == "padded":
+            return Padded.sized(num_rows, ranks, num_experts, buffer_factor, "expert")
+        return Ragged.sized(num_rows, ranks, num_experts, receive_factor, "expert")
 
     def per_device(x_BTL, expert_ids_BTA, weights_BTA, weights):
         run: Callable = local.routed_experts
         options: dict[str, Any] = {}
         if name != "local":
-            run, options = padded.routed_experts, {"buffer_factor": buffer_factor, "all_axes": axes}
+            run = functools.partial(rounds.routed_experts, sized)
+            options = {"slices": slices, "all_axes": axes}
         out, stats = _on_rows(
             run, x_BTL, expert_ids_BTA, weights_BTA, weights, expert_fn, num_experts, **options
         )
@@ -78,15 +98,14 @@ def exchange_experts(
     )(x_BTL, expert_ids_BTA, weights_BTA, weights)
 
 
+def _platform(mesh) -> str | None:
+    """Platform of a mesh's devices, where jax tells."""
+    return getattr(getattr(mesh, "abstract_device", None), "platform", None)
+
+
 def _on_rows(run, x_BTL, expert_ids_BTA, weights_BTA, weights, expert_fn, num_experts, **options):
     """The exchange on flattened tokens."""
     B, T, L = x_BTL.shape
     flat = [a.reshape(B * T, -1) for a in (x_BTL, expert_ids_BTA, weights_BTA)]
     out_ML, stats = run(*flat, weights, expert_fn, num_experts=num_experts, **options)
     return out_ML.reshape(B, T, L), stats
-
-
-def no_exchange_stats() -> ExchangeStats:
-    """Stats of a layer without experts."""
-    zero = jnp.zeros((), jnp.float32)
-    return ExchangeStats(zero, zero)

@@ -14,7 +14,7 @@ ExpertFn = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class ExchangeStats(NamedTuple):
-    """What an exchange reports (float32 scalars): rounds it took, rows that a device sent."""
+    """What an exchange reports (float32 scalars): rounds it took, rows that left a device."""
 
     rounds: jax.Array
     sent_rows: jax.Array

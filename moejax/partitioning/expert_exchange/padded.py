@@ -3,27 +3,23 @@
 Each device keeps a bucket of `bucket` rows for every other device of the ``expert`` axis. One round
 fills the buckets, sends them, runs the experts on what arrived, sends the results back and adds
 them up. The first round takes nearly everything; where a hot expert leaves rows behind, further
-rounds follow until none is left. So memory is bounded by the buffer and not by the worst routing,
-and the answer never depends on the routing's balance.
-
-The first round is differentiated as ordinary code. The further rounds are a loop whose length is
-known only at run time, which reverse mode cannot see through: they carry their own gradient, the
-same loop over the rounds' vjps.
+rounds follow until none is left (see `rounds`). So memory is bounded by the buffer and not by the
+worst routing, and the answer never depends on the routing's balance.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from moejax.partitioning.expert_exchange.local import ExchangeStats
-from pallas_kernels.permute import permute, plan_permute, unpermute
+from moejax.partitioning.expert_exchange.rounds import DISPATCHED, RETURNED, Arrived
+from pallas_kernels.permute import plan_permute
 
 
 class Routing(NamedTuple):
@@ -36,19 +32,6 @@ class Routing(NamedTuple):
     starts_P: jax.Array  # first sorted place of each device's rows
 
 
-class Geometry(NamedTuple):
-    """Static sizes of the exchange."""
-
-    ranks: int
-    local_experts: int
-    bucket: int
-    axis: str
-
-    @property
-    def num_experts(self) -> int:
-        return self.ranks * self.local_experts
-
-
 def bucket_rows(num_rows: int, ranks: int, buffer_factor: float) -> int:
     """Rows of one bucket.
 
@@ -58,82 +41,76 @@ def bucket_rows(num_rows: int, ranks: int, buffer_factor: float) -> int:
     return min(-(-share // 8) * 8, num_rows)
 
 
-def routed_experts(
-    x_ML, expert_ids_MA, weights_MA, weights, expert_fn, *, num_experts: int, buffer_factor: float,
-    axis: str = "expert", all_axes: tuple[str, ...] = ("expert",),
-):  # fmt: skip
-    """Σ over a token's experts of weight times expert output; call it inside shard_map.
+@dataclasses.dataclass(frozen=True)
+class Padded:
+    """The exchange's stages for one static size; every method runs inside shard_map."""
 
-    Args:
-      x_ML, expert_ids_MA, weights_MA: this device's tokens; id `num_experts` means no expert.
-      weights: pytree of this device's expert weights [e, ...].
-      expert_fn: ``(weights, rows, group_sizes) -> rows``.
-      buffer_factor: size of the send buffer relative to an even routing.
-      axis: mesh axis that holds the experts.
-      all_axes: mesh axes whose devices must take the same number of rounds.
-    Returns:
-      [M, L] in x's dtype, and ExchangeStats.
-    """
-    ranks = lax.axis_size(axis)
-    bucket = bucket_rows(expert_ids_MA.size, ranks, buffer_factor)
-    geometry = Geometry(ranks, num_experts // ranks, bucket, axis)
-    routing = _routing(expert_ids_MA, geometry)
-    most = lax.pmax(jnp.max(routing.counts_P), all_axes)
-    num_rounds = jnp.maximum(-(-most // bucket), 1)
-    out_ML = _one_round(expert_fn, geometry, x_ML, weights_MA, weights, routing, jnp.int32(0))
-    out_ML = out_ML + _further_rounds(
-        expert_fn, geometry, x_ML, weights_MA, weights, routing, num_rounds
-    )
-    sent = num_rounds.astype(jnp.float32) * (ranks * bucket)
-    return out_ML.astype(x_ML.dtype), ExchangeStats(num_rounds.astype(jnp.float32), sent)
+    ranks: int
+    local_experts: int
+    bucket: int
+    never_overflows: bool  # one round is enough whatever the routing
+    axis: str
 
+    writes_in_place = False
 
-def _routing(expert_ids_MA: jax.Array, geometry: Geometry) -> Routing:
-    plan = plan_permute(expert_ids_MA, geometry.num_experts)
-    counts_P = plan.group_sizes.reshape(geometry.ranks, geometry.local_experts).sum(
-        -1, dtype=jnp.int32
-    )
-    starts_P = jnp.cumsum(counts_P) - counts_P
-    return Routing(plan.order, plan.positions, expert_ids_MA, counts_P, starts_P)
+    @classmethod
+    def sized(cls, num_rows: int, ranks: int, num_experts: int, buffer_factor: float, axis: str):
+        """Sizes for `num_rows` assignments on each of `ranks` devices."""
+        bucket = bucket_rows(num_rows, ranks, buffer_factor)
+        return cls(ranks, num_experts // ranks, bucket, bucket >= num_rows, axis)
 
+    def route(self, expert_ids_MA: jax.Array) -> Routing:
+        plan = plan_permute(expert_ids_MA, self.ranks * self.local_experts)
+        counts_P = plan.group_sizes.reshape(self.ranks, self.local_experts).sum(-1, dtype=jnp.int32)
+        starts_P = jnp.cumsum(counts_P) - counts_P
+        return Routing(plan.order, plan.positions, expert_ids_MA, counts_P, starts_P)
 
-def _one_round(
-    expert_fn, geometry: Geometry, x_ML, weights_MA, weights, routing: Routing, turn
-) -> jax.Array:
-    """Rows ``turn * bucket ...`` of every bucket: out, through the experts, back.
+    def num_rounds(self, routing: Routing) -> jax.Array:
+        return jnp.maximum(-(-jnp.max(routing.counts_P) // self.bucket), 1)
 
-    Returns:
-      [M, L], float32 or wider.
-    """
-    experts_per_token = weights_MA.shape[1]
-    lane = turn * geometry.bucket + jnp.arange(geometry.bucket, dtype=jnp.int32)
-    valid_PC = lane[None] < routing.counts_P[:, None]
-    source_PC = jnp.where(valid_PC, routing.starts_P[:, None] + lane[None], 0)
-    assignment_PC = routing.order_R[source_PC]
-    slot_MA = _slots(geometry, routing, turn)
+    def sent_rows(self, routing: Routing, num_rounds: jax.Array) -> jax.Array:
+        """Rows of the buckets that leave this device, filled or not."""
+        return num_rounds.astype(jnp.float32) * ((self.ranks - 1) * self.bucket)
 
-    send_PCL = _take(x_ML, assignment_PC // experts_per_token, valid_PC, slot_MA)
-    expert_PC = routing.expert_MA.reshape(-1)[assignment_PC] % geometry.local_experts
-    expert_PC = jnp.where(valid_PC, expert_PC, geometry.local_experts)
-    recv_PCL, recv_expert_PC = (_swap(a, geometry.axis) for a in (send_PCL, expert_PC))
+    def send(self, x_ML: jax.Array, routing: Routing, turn) -> Arrived:
+        """Rows ``turn * bucket ...`` of every bucket on their way to the experts."""
+        assignment_PC, valid_PC, slot_MA = self._lanes(routing, turn)
+        send_PCL = _take(x_ML, assignment_PC // slot_MA.shape[1], valid_PC, slot_MA)
+        expert_PC = routing.expert_MA.reshape(-1)[assignment_PC] % self.local_experts
+        expert_PC = jnp.where(valid_PC, expert_PC, self.local_experts)
+        recv_PCL, recv_expert_PC = (
+            checkpoint_name(_swap(a, self.axis), DISPATCHED) for a in (send_PCL, expert_PC)
+        )
+        plan = plan_permute(recv_expert_PC.reshape(-1, 1), self.local_experts)
+        return Arrived(recv_PCL.reshape(-1, recv_PCL.shape[-1]), plan)
 
-    plan = plan_permute(recv_expert_PC.reshape(-1, 1), geometry.local_experts)
-    rows_RL = permute(recv_PCL.reshape(-1, recv_PCL.shape[-1]), plan)
-    out_RL = expert_fn(weights, rows_RL, plan.group_sizes)
-    ones = jnp.ones((out_RL.shape[0], 1), weights_MA.dtype)
-    back_PCL = _swap(unpermute(out_RL, ones, plan).reshape(recv_PCL.shape), geometry.axis)
-    return _put(back_PCL, weights_MA, assignment_PC, valid_PC, slot_MA)
+    def collect(self, out_RL: jax.Array, weights_MA, routing: Routing, turn, so_far=None):
+        """Weighted sum of what comes back [M, L], float32 or wider, added to `so_far`."""
+        assignment_PC, valid_PC, slot_MA = self._lanes(routing, turn)
+        out_PCL = out_RL.reshape(self.ranks, self.bucket, out_RL.shape[-1])
+        back_PCL = checkpoint_name(_swap(out_PCL, self.axis), RETURNED)
+        sum_ML = _put(back_PCL, weights_MA, assignment_PC, valid_PC, slot_MA)
+        return sum_ML if so_far is None else so_far + sum_ML
 
+    def finish(self, sum_ML: jax.Array, weights_MA, routing: Routing) -> jax.Array:
+        return sum_ML
 
-def _slots(geometry: Geometry, routing: Routing, turn) -> jax.Array:
-    """Bucket slot (device * bucket + lane) of each assignment in this round.
+    def _lanes(self, routing: Routing, turn):
+        """What this round's buckets hold.
 
-    One past the last where it has none.
-    """
-    rank_MA = jnp.minimum(routing.expert_MA // geometry.local_experts, geometry.ranks - 1)
-    lane_MA = routing.place_MA - routing.starts_P[rank_MA] - turn * geometry.bucket
-    here = (lane_MA >= 0) & (lane_MA < geometry.bucket) & (routing.expert_MA < geometry.num_experts)
-    return jnp.where(here, rank_MA * geometry.bucket + lane_MA, geometry.ranks * geometry.bucket)
+        Returns:
+          The assignment in each lane, whether there is one, and the slot (device * bucket + lane)
+          of each assignment: one past the last where it has none this round.
+        """
+        lane = turn * self.bucket + jnp.arange(self.bucket, dtype=jnp.int32)
+        valid_PC = lane[None] < routing.counts_P[:, None]
+        source_PC = jnp.where(valid_PC, routing.starts_P[:, None] + lane[None], 0)
+        rank_MA = jnp.minimum(routing.expert_MA // self.local_experts, self.ranks - 1)
+        lane_MA = routing.place_MA - routing.starts_P[rank_MA] - turn * self.bucket
+        here = (lane_MA >= 0) & (lane_MA < self.bucket)
+        here &= routing.expert_MA < self.ranks * self.local_experts
+        slot_MA = jnp.where(here, rank_MA * self.bucket + lane_MA, self.ranks * self.bucket)
+        return routing.order_R[source_PC], valid_PC, slot_MA
 
 
 def _swap(x_PC: jax.Array, axis: str) -> jax.Array:
@@ -188,49 +165,3 @@ def _put_bwd(residuals, dout_ML):
 
 
 _put.defvjp(_put_fwd, _put_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _further_rounds(expert_fn, geometry, x_ML, weights_MA, weights, routing: Routing, num_rounds):
-    """Sum of the rounds 1, 2, ... `num_rounds` - 1."""
-    return _further_fwd(expert_fn, geometry, x_ML, weights_MA, weights, routing, num_rounds)[0]
-
-
-def _further_fwd(expert_fn, geometry, x_ML, weights_MA, weights, routing, num_rounds):
-    def body(state):
-        turn, total_ML = state
-        return turn + 1, total_ML + _one_round(
-            expert_fn, geometry, x_ML, weights_MA, weights, routing, turn
-        )
-
-    zero_ML = jnp.zeros(x_ML.shape, weights_MA.dtype)
-    _, total_ML = lax.while_loop(lambda s: s[0] < num_rounds, body, (jnp.int32(1), zero_ML))
-    return total_ML, (x_ML, weights_MA, weights, routing, num_rounds)
-
-
-def _further_bwd(expert_fn, geometry, residuals, dout_ML):
-    x_ML, weights_MA, weights, routing, num_rounds = residuals
-    primals = (x_ML, weights_MA, weights)
-
-    def body(state):
-        turn, grads = state
-        one_round = functools.partial(_one_round, expert_fn, geometry, routing=routing, turn=turn)
-        _, pull = jax.vjp(one_round, *primals)
-        return turn + 1, jax.tree.map(
-            lambda total, new: total + new.astype(total.dtype), grads, pull(dout_ML)
-        )
-
-    wide = jax.tree.map(
-        lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), primals
-    )
-    _, grads = lax.while_loop(lambda s: s[0] < num_rounds, body, (jnp.int32(1), wide))
-    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, primals)
-    no_grad = jax.tree.map(_float0, (routing, num_rounds))
-    return (*grads, *no_grad)
-
-
-def _float0(x: Any) -> np.ndarray:
-    return np.zeros(np.shape(x), jax.dtypes.float0)
-
-
-_further_rounds.defvjp(_further_fwd, _further_bwd)
