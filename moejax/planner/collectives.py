@@ -78,8 +78,8 @@ def count_collectives(hlo: str, mesh_shape: Mapping[str, int]) -> list[Collectiv
         slot[1] += times * operand
         slot[2] += times * _sent(kind, operand, group)
     rows = [
-        Collective(kind, axes, group, *numbers, open_loop=is_open)
-        for (kind, axes, group, is_open), numbers in totals.items()
+        Collective(kind, axes, group, count, operand_bytes, sent_bytes, is_open)
+        for (kind, axes, group, is_open), (count, operand_bytes, sent_bytes) in totals.items()
     ]
     return sorted(rows, key=lambda row: (row.open_loop, -row.sent_bytes, row.kind, row.axes))
 

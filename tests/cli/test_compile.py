@@ -1,0 +1,151 @@
+"""`moejax compile` on simulated devices: what it prints, its JSON, its exit codes, its errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import jax
+import pytest
+
+from moejax.config.load import load_config
+from moejax.partitioning import make_mesh
+from moejax.planner import aot
+from moejax.planner.aot import abstract_arguments, compile_for, one_row_a_device
+from moejax.planner.hardware import parse_hardware
+from moejax.train.state import build_program
+from tests.cli.conftest import SMALL, flags
+
+EIGHT = ("compile", "--config=tiny", "--hardware=cpu:8")
+
+
+@pytest.fixture(scope="module")
+def report():
+    """The step of the small model compiled for eight simulated devices."""
+    return compile_for(
+        load_config("tiny", SMALL | {"data.batch_size": 4096}), parse_hardware("cpu:8")
+    )
+
+
+@pytest.fixture
+def compiled(report, monkeypatch):
+    """`compile_for` that answers with `report`, or what it is set to, and keeps its arguments."""
+    asked: dict = {"report": report}
+
+    def answer(cfg, hardware, *, keep_batch=False):
+        asked.update(cfg=cfg, hardware=hardware, keep_batch=keep_batch)
+        return asked["report"]
+
+    monkeypatch.setattr(aot, "compile_for", answer)
+    return asked
+
+
+def test_arguments_are_the_shards_of_state_and_batch(report):
+    cfg = one_row_a_device(load_config("tiny", SMALL), 8)
+    program = build_program(cfg, make_mesh(cfg.mesh))
+    leaves = jax.tree.leaves(abstract_arguments(program))
+    shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in leaves]
+    bytes_a_device = sum(
+        math.prod(shape) * leaf.dtype.itemsize for shape, leaf in zip(shards, leaves, strict=True)
+    )
+    memory = report.memory
+    assert memory.arguments == bytes_a_device
+    assert memory.aliased > 0.9 * memory.outputs  # the state is donated
+    assert memory.peak == memory.arguments + memory.outputs - memory.aliased + memory.temporaries
+
+
+def test_a_step_has_one_row_a_device_and_gathers_over_fsdp(report):
+    assert (report.devices, report.rows, report.mesh["fsdp"]) == (8, 8, 8)
+    gathers = [row for row in report.collectives if row.kind == "all-gather"]
+    assert gathers and all((row.axes, row.group) == ("fsdp", 8) for row in gathers)
+    # The sharded weights are gathered at least once, in float32; a few small ones are summed.
+    cfg = one_row_a_device(load_config("tiny", SMALL), 8)
+    program = build_program(cfg, make_mesh(cfg.mesh))
+    sharded = sum(
+        math.prod(where.shard_shape(leaf.shape)) * 4
+        for leaf, where in zip(
+            jax.tree.leaves(program.abstract.params), jax.tree.leaves(program.shardings.params),
+            strict=True,
+        )
+        if any(where.spec)
+    )  # fmt: skip
+    assert sum(row.operand_bytes for row in gathers) > 0.9 * sharded
+
+
+def test_the_report_says_everything_and_fits_last(moejax, compiled):
+    shown = moejax(*EIGHT, *flags())
+    assert shown.code == 0 and not shown.err
+    lines = shown.out.splitlines()
+    assert lines[0].endswith("8 x simulated device (fsdp=8)")
+    assert lines[-1].startswith("fits: yes (") and lines[-1].endswith(" a device)")
+    for part in (
+        "compile", "of host memory", "arguments", "temporaries", "peak", "FLOPs a token",
+        "all-gather", "fsdp", "compute", "network", "MFU",
+    ):  # fmt: skip
+        assert part in shown.out
+
+
+def test_a_batch_on_the_command_line_is_kept_and_another_is_not(moejax, compiled):
+    without = [flag for flag in flags() if "batch_size" not in flag]
+    assert moejax(*EIGHT, *without).code == 0 and compiled["keep_batch"] is False
+    assert moejax(*EIGHT, *without, "--config.data.batch_size=16").code == 0
+    assert compiled["keep_batch"] is True and compiled["cfg"].data.batch_size == 16
+
+
+def test_json_holds_every_figure(moejax, compiled, report):
+    shown = moejax(*EIGHT, *flags(), "--json")
+    read = json.loads(shown.out)
+    assert shown.code == 0 and read["fits"] is True and read["hardware"] == "cpu:8"
+    assert read["memory"] == dataclasses.asdict(report.memory)
+    assert read["roofline"]["bound"] == report.roofline.bound
+    assert {"kind", "axes", "count", "operand_bytes", "sent_bytes"} <= read["collectives"][0].keys()
+
+
+@pytest.mark.parametrize("refused", ["", "RESOURCE_EXHAUSTED: Used 99.5G of 95.0G hbm."])
+def test_what_does_not_fit_is_exit_code_3(moejax, compiled, report, refused):
+    small = dataclasses.replace(report.memory, available=report.memory.peak - 1)
+    gone = {"refused": refused, "collectives": (), "roofline": None} if refused else {}
+    compiled["report"] = dataclasses.replace(report, memory=small, **gone)
+    shown = moejax(*EIGHT, *flags())
+    assert shown.code == 3 and not shown.err
+    assert "fits: no (" in shown.out and ("the compiler: " + refused in shown.out) == bool(refused)
+    assert moejax(*EIGHT, *flags(), "--json").code == 3
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        ((), "--hardware is needed"),
+        (("--hardware=a100:1x8",), "known are h100, h200"),
+        (("--hardware=h200:8",), "as in h200:16x8"),
+        (("--hardware=cpu:8", "--config.mesh.fsdp=3"), "does not fit 8 devices"),
+        (("--hardware=cpu:8", "--config.mesh.fsdp=-1", "--config.mesh.expert=16"), "does not fit"),
+    ],
+)
+def test_errors_are_one_line(moejax, argv, says):
+    shown = moejax("compile", "--config=tiny", *argv)
+    assert shown.code == 2 and not shown.out
+    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and says in shown.err
+
+
+@pytest.mark.parametrize("hardware", ["h200:1x8", "v5p:2x2x1"])
+def test_a_missing_compiler_says_how_to_install_it(moejax, monkeypatch, hardware):
+    """Whether or not the extra is installed here."""
+
+    def missing(*_, **__):
+        raise NotImplementedError("topology not implemented")
+
+    for module in ("libtpu", "jax_plugins.xla_cuda13"):
+        monkeypatch.setitem(__import__("sys").modules, module, None)
+    monkeypatch.setattr(aot.topologies, "get_topology_desc", missing)
+    shown = moejax("compile", "--config=tiny", f"--hardware={hardware}")
+    assert shown.code == 2 and "pip install 'moejax[aot]'" in shown.err
+    assert shown.err.count("\n") == 1
+
+
+def test_the_compilers_own_figure_is_read_where_it_refuses():
+    words = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 101.50G of 95.74G hbm."
+    memory = aot._memory(None, words, parse_hardware("v5p:2x2x1"))
+    assert memory.peak == int(101.5 * 2**30) and not memory.fits
+    assert not aot._memory(None, "RESOURCE_EXHAUSTED: no figure", parse_hardware("v5p:2x2x1")).fits

@@ -1,0 +1,47 @@
+"""Compiled for GPUs and TPUs that are not here: it works, and agrees with what is known of them."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from moejax.config.load import load_config
+from moejax.planner.aot import compile_for
+from moejax.planner.hardware import parse_hardware
+from tests.cli.conftest import SMALL
+
+pytestmark = pytest.mark.aot
+WITH_EXPERTS = SMALL | {
+    "model.ffn.num_dense_layers": 0, "model.moe.num_experts": 8, "mesh.expert": 2
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("hardware", "module", "devices"),
+    [
+        ("h200:2x2", "jax_plugins.xla_cuda13", 4), ("b200:1x2", "jax_plugins.xla_cuda13", 2),
+        ("v5p:2x2x1", "libtpu", 4), ("tpu7x:2x2x1", "libtpu", 8),
+    ],
+)  # fmt: skip
+def test_the_step_compiles_for_absent_devices(hardware, module, devices):
+    if importlib.util.find_spec(module) is None:
+        pytest.skip("needs pip install 'moejax[aot]'")
+    cfg = load_config("tiny", WITH_EXPERTS)
+    report = compile_for(cfg, parse_hardware(hardware))
+    here = compile_for(cfg, parse_hardware(f"cpu:{devices}"))
+    assert report.devices == devices and report.fits
+    # The same arrays lie on a device everywhere, up to the padding of small ones.
+    assert 1 <= report.memory.arguments / here.memory.arguments < 1.5
+    assert report.flops_per_token == here.flops_per_token
+    kinds = {row.kind.removeprefix("ragged-") for row in report.collectives if row.axes == "expert"}
+    assert "all-to-all" in kinds
+    assert report.roofline.mfu > 0
+
+
+def test_a_step_too_large_for_the_chip_does_not_fit():
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("needs pip install 'moejax[aot]'")
+    wide = {"model.dim": 8192, "model.ffn.dim": 65536, "model.vocab_size": 300000}
+    report = compile_for(load_config("tiny", SMALL | wide), parse_hardware("v6e:2x2"))
+    assert not report.fits and report.memory.peak > report.memory.available
