@@ -5,12 +5,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moejax.cli.flags import Parser, add_config, add_devices, is_first_process, start_devices
+from moejax.cli import evaluate_alone
+from moejax.cli.flags import (
+    Parser,
+    add_config,
+    add_devices,
+    is_first_process,
+    positive,
+    start_devices,
+)
 from moejax.config import ConfigError, MeshConfig, RunConfig
 from moejax.config.load import apply_overrides, as_run_config, load_config
 
@@ -18,6 +27,8 @@ EXAMPLES = (
     "moejax eval --workdir=runs/tiny --devices=8",
     "moejax eval --checkpoint=runs/tiny/checkpoints/200 --split=train --config.eval.batches=20",
     "moejax eval --workdir=runs/tiny --json --config.mesh.fsdp=-1 --config.mesh.expert=1",
+    "moejax eval --checkpoint=Kimi-Linear --files 'docs/**/*.md' --per-document=losses.jsonl",
+    "moejax eval --workdir=runs/tiny --multiple-choice=questions.jsonl",
 )
 
 
@@ -26,9 +37,13 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = _parser().parse(argv)
     if bool(options.workdir) == bool(options.checkpoint):
         raise ConfigError("give one of --workdir=DIR and --checkpoint=PATH.")
+    evaluate_alone.check(options)
     count = start_devices(options)
-    checkpoint = _locate(options)
-    asked = _config(options, checkpoint, overrides)
+    if evaluate_alone.is_alone(options):
+        return evaluate_alone.run(options, overrides, count)
+    options.split = options.split or "validation"
+    checkpoint = locate_step(options)
+    asked = checkpoint_config(options, checkpoint, overrides)
     cfg, note = fit_to_devices(asked, count, overrides)
     if note and is_first_process():
         print(note, file=sys.stderr)
@@ -42,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(
             f"step {facts['step']}, {options.split} split: loss {facts['loss']:.4f} a token, "
-            f"{facts['nats_per_byte']:.4f} nats a byte, over {facts['num_tokens']:,} tokens "
+            f"{facts['nats_per_byte']:.4f} nats a byte, over {facts['num_tokens']:,} tokens; "
+            f"perplexity {facts['perplexity']:.4f}, {facts['bits_per_byte']:.4f} bits a byte "
             f"({checkpoint})"
         )
     return 0
@@ -51,24 +67,63 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         "eval",
-        what="Loss of a checkpoint on a split of the text. Without --config it uses the one the "
-        "checkpoint was made with. Any mesh gives the same numbers.",
+        what="Loss, perplexity and bits a byte of a model on text. A split is evaluated in packed "
+        "rows, as during training, with the config the checkpoint was made with (or --config). "
+        "--files, --alone, --per-document and model folders score every document by itself, "
+        "all of it: its tokens and end of text, behind the tokenizer's begin token if there is one "
+        "(else its first token has no loss and is charged the mean). Any mesh and batch size gives "
+        "the same numbers.",
         examples=EXAMPLES,
     )
     parser.add_argument("--workdir", metavar="DIR", help="a run; its newest checkpoint is used")
-    parser.add_argument("--checkpoint", metavar="PATH", help="a checkpoint, instead of --workdir")
+    parser.add_argument(
+        "--checkpoint", metavar="PATH",
+        help="instead of --workdir: a checkpoint, an imported one, or a Hugging Face folder",
+    )  # fmt: skip
     parser.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step")
     parser.add_argument(
-        "--split", choices=("validation", "train"), default="validation",
-        help="which text (default: validation)",
+        "--split", choices=("validation", "train"),
+        help="which part of the config's text (default: validation)",
     )  # fmt: skip
+    _add_alone(parser)
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     add_config(parser, "a config instead of the checkpoint's own")
     add_devices(parser)
     return parser
 
 
-def _locate(options: argparse.Namespace) -> pathlib.Path:
+def _add_alone(parser: Parser) -> None:
+    group = parser.add_argument_group("documents by themselves")
+    group.add_argument(
+        "--files",
+        nargs="+",
+        metavar="GLOB",
+        help=".txt, .md, .py; .jsonl: a line each",
+    )
+    group.add_argument(
+        "--text-field", default="text", metavar="NAME", help="of a .jsonl line (default: text)"
+    )
+    group.add_argument("--alone", action="store_true", help="score the split's documents so too")
+    group.add_argument(
+        "--per-document", metavar="FILE",
+        help="JSON lines: name, tokens, scored, bytes, loss (nats, summed), nats_per_byte",
+    )  # fmt: skip
+    group.add_argument(
+        "--window", type=positive, metavar="N",
+        help="tokens fed at once, at most (default: data.seq_len; 2048 for published weights)",
+    )  # fmt: skip
+    group.add_argument(
+        "--stride", type=positive, metavar="N",
+        help="how far a window begins behind the one before it in a longer document; each token is "
+        "scored once, nothing is carried over (default: --window, so that none is fed twice)",
+    )  # fmt: skip
+    group.add_argument(
+        "--multiple-choice", metavar="FILE",
+        help='instead, a .jsonl of {"question", "choices", "answer": number from 0}: accuracy',
+    )  # fmt: skip
+
+
+def locate_step(options: argparse.Namespace) -> pathlib.Path:
     """The folder of the step to evaluate."""
     from moejax.checkpoint import Checkpoints, locate
 
@@ -82,7 +137,7 @@ def _locate(options: argparse.Namespace) -> pathlib.Path:
     return directory / str(found)
 
 
-def _config(
+def checkpoint_config(
     options: argparse.Namespace, checkpoint: pathlib.Path, overrides: Mapping[str, Any]
 ) -> RunConfig:
     from moejax.checkpoint import read_config
@@ -129,13 +184,14 @@ def fit_to_devices(
 def evaluate(
     cfg: RunConfig, checkpoint: pathlib.Path, split: str, max_rows: int = 0
 ) -> dict[str, Any]:
-    """Step, split, loss, nats_per_byte, num_tokens and checkpoint, ready for JSON.
+    """Checkpoint, step, split, and what its loss is a token and a byte, ready for JSON.
 
-    Over the first `max_rows` rows of the split, 0 = all.
+    Over the first `max_rows` rows of the split, 0 = all; num_bytes and documents are the split's.
     """
     import jax
 
     from moejax.data import load_corpus, make_eval_batches
+    from moejax.generate.documents import perplexity
     from moejax.partitioning import make_mesh
     from moejax.train.compile import enable_cache
     from moejax.train.evaluate import Evaluator
@@ -143,12 +199,12 @@ def evaluate(
     from moejax.train.state import abstract_tree, build_program
 
     corpus = load_corpus(cfg.data, split)  # type: ignore[arg-type]
-    tokenizer = _tokenizer(cfg, checkpoint)
+    tokenizer = checkpoint_tokenizer(cfg, checkpoint)
     check_vocabulary(cfg, tokenizer)
     enable_cache(cfg.compile_cache)
     program = build_program(cfg, make_mesh(cfg.mesh))
     step = int(checkpoint.name)
-    params, balance = _model_state(cfg, checkpoint, abstract_tree(program))
+    params, balance = model_state(cfg, checkpoint, abstract_tree(program))
     shard = (jax.process_index(), jax.process_count())
     batches = make_eval_batches(
         cfg.data, tokenizer, corpus, cfg.eval.batch_size, shard=shard, max_rows=max_rows
@@ -160,11 +216,15 @@ def evaluate(
         "split": split,
         "loss": result.loss,
         "nats_per_byte": result.nats_per_byte,
+        "perplexity": perplexity(result.loss),
+        "bits_per_byte": result.nats_per_byte / math.log(2),
         "num_tokens": result.num_labels,
+        "num_bytes": corpus.num_bytes,
+        "documents": len(corpus),
     }
 
 
-def _model_state(
+def model_state(
     cfg: RunConfig, checkpoint: pathlib.Path, abstract: dict[str, Any]
 ) -> tuple[Any, Any]:
     """Weights (their average where the run kept one) and balancing state of a step.
@@ -182,7 +242,7 @@ def _model_state(
     return parts["params"], parts["balance"]
 
 
-def _tokenizer(cfg: RunConfig, checkpoint: pathlib.Path) -> Any:
+def checkpoint_tokenizer(cfg: RunConfig, checkpoint: pathlib.Path) -> Any:
     """The run's own tokenizer; evaluation trains none."""
     from moejax.data import get_tokenizer
 
@@ -195,4 +255,6 @@ def _tokenizer(cfg: RunConfig, checkpoint: pathlib.Path) -> Any:
                 "Name it with --config.data.tokenizer=FILE."
             )
         data = dataclasses.replace(data, tokenizer=str(kept))
+    elif (checkpoint.parent.parent / data.tokenizer).exists():  # an import brings its own
+        data = dataclasses.replace(data, tokenizer=str(checkpoint.parent.parent / data.tokenizer))
     return get_tokenizer(data, None)

@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
     if options.prompts_file is None:
         _stream(model, prompts[0], options, settings)
     else:
-        _write_lines(_continue_all(model, prompts, options, settings), options.output)
+        write_lines(_continue_all(model, prompts, options, settings), options.output)
     return 0
 
 
@@ -205,7 +205,8 @@ def _continue_all(
     return lines
 
 
-def _write_lines(lines: list[dict[str, Any]], output: str | None) -> None:
+def write_lines(lines: list[dict[str, Any]], output: str | None) -> None:
+    """JSON lines to a file, which appears whole or not at all; without one they are printed."""
     if not is_first_process():
         return
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
