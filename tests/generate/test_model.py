@@ -131,3 +131,18 @@ def test_pinned_experts_are_the_ones_used():
     assert np.abs(other[real] - got[real]).max() > 1e-2
     with pytest.raises(ConfigError, match="pinned_experts have shape"):
         found.logits(tokens, segments, pinned_experts=pins[1:])
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek_v32", *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES[:4])]
+)
+def test_bfloat16_stays_near(name):
+    """Not elementwise: routing flips. Other packages' own bfloat16 runs are as far away."""
+    half = load(FOLDER / name, mesh=one_device(), compute_dtype="bfloat16")
+    tokens, segments = rows(name)
+    got = np.asarray(half.logits(tokens, segments))
+    for case, row, where in (("a", 0, slice(101, 165)), ("b", 1, slice(64, 165))):
+        assert np.mean(np.abs(got[row, where] - cases(name)[f"{case}_logits"][0])) < 0.25
+    labels = np.full((3, 165), -100)
+    labels[1, 64:] = cases(name)["b_labels"]
+    assert abs(half.loss(tokens, labels, segments) - cases(name)["b_loss"]) < 0.1
