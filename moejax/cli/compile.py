@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from moejax.cli.flags import Parser, add_config, required_config, start_devices
+from moejax.cli.flags import Parser, add_config, positive, required_config, start_devices
 from moejax.cli.tables import Column, print_table, say
 
 if TYPE_CHECKING:
@@ -32,7 +32,12 @@ def main(argv: Sequence[str]) -> int:
     start_devices(argparse.Namespace(platform="cpu", devices=simulated, multihost=False))
     from moejax.planner.aot import compile_for
 
-    report = compile_for(cfg, hardware, keep_batch="data.batch_size" in overrides)
+    report = compile_for(
+        cfg,
+        hardware,
+        keep_batch="data.batch_size" in overrides,
+        num_buffers=options.buffers or 0,
+    )
     if options.json:
         print(json.dumps(as_json(cfg.model.name, report), indent=2))
     else:
@@ -56,6 +61,10 @@ def _parser() -> Parser:
         "--hardware", metavar="NAME:SHAPE",
         help="h100, h200, b200 as hosts x GPUs (h200:16x8); v5p, v6e, tpu7x by topology in chips "
         "(v5p:4x4x8); cpu:8 for simulated devices",
+    )  # fmt: skip
+    parser.add_argument(
+        "--buffers", type=positive, metavar="N",
+        help="also the N largest temporaries of the fullest moment, and what they are",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="everything as JSON")
     return parser
@@ -86,6 +95,11 @@ def print_report(name: str, report: CompileReport) -> None:
         say("")
         say("collectives of a device and step", bold=True)
         _print_collectives(report)
+    if report.buffers:
+        say("")
+        say("largest temporaries of the fullest moment", bold=True)
+        rows = [[_gib(one.size), one.type.partition("{")[0], one.source] for one in report.buffers]
+        print_table([Column(right=True), Column(), Column(dim=True)], rows)
     if report.roofline:
         say("")
         say("least time of a step", bold=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import pathlib
 import re
 import resource
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -21,6 +23,7 @@ from moejax.config import ConfigError, RunConfig
 from moejax.models.flops import train_flops_per_token
 from moejax.observability.peak import peak_flops
 from moejax.partitioning import make_mesh, num_batch_shards
+from moejax.planner.buffers import DUMP_OPTIONS, Buffer, peak_buffers
 from moejax.planner.collectives import Collective, count_collectives
 from moejax.planner.hardware import Hardware, num_chips, target_config
 from moejax.planner.roofline import Roofline, hardware_flops, hbm_bytes, roofline
@@ -74,6 +77,7 @@ class CompileReport:
       flops_per_token: of the model's maths.
       roofline: None where the compiler refused.
       refused: the compiler's own words when it found that the step does not fit, or "".
+      buffers: temporaries alive at the peak, largest first; empty where they were not asked for.
     """
 
     hardware: str
@@ -89,6 +93,7 @@ class CompileReport:
     flops_per_token: float
     roofline: Roofline | None
     refused: str = ""
+    buffers: tuple[Buffer, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -144,13 +149,16 @@ def one_row_a_device(cfg: RunConfig, devices: int) -> RunConfig:
     return cfg.replace(data=cfg.data.replace(batch_size=rows), eval=cfg.eval.replace(batch_size=0))
 
 
-def compile_for(cfg: RunConfig, hardware: Hardware, *, keep_batch: bool = False) -> CompileReport:
+def compile_for(
+    cfg: RunConfig, hardware: Hardware, *, keep_batch: bool = False, num_buffers: int = 0
+) -> CompileReport:
     """Compiles the train step of a config for hardware that need not be here.
 
     Args:
       cfg: the whole config; its mesh is laid over the hardware's devices.
       hardware: see :func:`parse_hardware`.
       keep_batch: use `data.batch_size` instead of one row a device and microbatch.
+      num_buffers: also report so many of the temporaries alive at the peak.
     Raises:
       ConfigError: the mesh or batch does not fit the devices, or a compiler is missing.
     """
@@ -159,13 +167,16 @@ def compile_for(cfg: RunConfig, hardware: Hardware, *, keep_batch: bool = False)
         cfg = one_row_a_device(cfg, len(devices))
     cfg.check(len(devices))
     program = build_program(cfg, make_mesh(cfg.mesh, devices))
-    compiled, refused, seconds = _compile(program, hardware)
+    with tempfile.TemporaryDirectory(prefix="moejax-compile-") as scratch:
+        dump = pathlib.Path(scratch) if num_buffers else None
+        compiled, refused, seconds = _compile(program, hardware, dump)
+        hlo = compiled.call.as_text() if compiled else ""  # type: ignore[attr-defined]
+        buffers = peak_buffers(dump, hlo)[:num_buffers] if dump else []
     memory = _memory(compiled, refused, hardware)
     flops = train_flops_per_token(program.parts, cfg.data.seq_len, program.trains)
     collectives: tuple[Collective, ...] = ()
     bound = None
     if compiled is not None:
-        hlo = compiled.call.as_text()  # type: ignore[attr-defined]
         collectives = tuple(count_collectives(hlo, dict(program.mesh.shape)))
         bound = _bound(program, hardware, memory, collectives, flops)
     return CompileReport(
@@ -182,6 +193,7 @@ def compile_for(cfg: RunConfig, hardware: Hardware, *, keep_batch: bool = False)
         flops_per_token=flops,
         roofline=bound,
         refused=refused,
+        buffers=tuple(buffers),
     )
 
 
@@ -202,11 +214,15 @@ def abstract_arguments(program: Program) -> tuple[TrainState, dict[str, jax.Shap
     return state, dict.fromkeys(("tokens", "labels", "segment_ids"), rows)
 
 
-def _compile(program: Program, hardware: Hardware) -> tuple[Compiled | None, str, float]:
+def _compile(
+    program: Program, hardware: Hardware, dump: pathlib.Path | None
+) -> tuple[Compiled | None, str, float]:
     """The compiled step, or the compiler's words where it does not fit; and the seconds."""
     platform = {"cuda": "gpu"}.get(hardware.chip.platform, hardware.chip.platform)
     # Of a CPU only buffers and collectives are asked, which good machine code does not change.
-    quick = {"xla_backend_optimization_level": 0} if platform == "cpu" else None
+    options: dict[str, Any] = {"xla_backend_optimization_level": 0} if platform == "cpu" else {}
+    if dump is not None:
+        options |= DUMP_OPTIONS | {"xla_dump_to": str(dump)}
     began = time.perf_counter()
     try:
         with jax.set_mesh(program.mesh), lowering_for(platform):
@@ -215,7 +231,7 @@ def _compile(program: Program, hardware: Hardware) -> tuple[Compiled | None, str
                 *abstract_arguments(program),
                 donate_argnums=0,
                 out_shardings=(program.shardings, None),
-                compiler_options=quick,
+                compiler_options=options,
             )
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

@@ -23,9 +23,8 @@ EIGHT = ("compile", "--config=tiny", "--hardware=cpu:8")
 @pytest.fixture(scope="module")
 def report():
     """The step of the small model compiled for eight simulated devices."""
-    return compile_for(
-        load_config("tiny", SMALL | {"data.batch_size": 4096}), parse_hardware("cpu:8")
-    )
+    cfg = load_config("tiny", SMALL | {"data.batch_size": 4096})
+    return compile_for(cfg, parse_hardware("cpu:8"), num_buffers=1000)
 
 
 @pytest.fixture
@@ -33,8 +32,8 @@ def compiled(report, monkeypatch):
     """`compile_for` that answers with `report`, or what it is set to, and keeps its arguments."""
     asked: dict = {"report": report}
 
-    def answer(cfg, hardware, *, keep_batch=False):
-        asked.update(cfg=cfg, hardware=hardware, keep_batch=keep_batch)
+    def answer(cfg, hardware, *, keep_batch=False, num_buffers=0):
+        asked.update(cfg=cfg, hardware=hardware, keep_batch=keep_batch, num_buffers=num_buffers)
         return asked["report"]
 
     monkeypatch.setattr(aot, "compile_for", answer)
@@ -81,7 +80,7 @@ def test_the_report_says_everything_and_fits_last(moejax, compiled):
     assert lines[-1].startswith("fits: yes (") and lines[-1].endswith(" a device)")
     for part in (
         "compile", "of host memory", "arguments", "temporaries", "peak", "FLOPs a token",
-        "all-gather", "fsdp", "compute", "network", "MFU",
+        "all-gather", "fsdp", "compute", "network", "MFU", "temporaries of the fullest moment",
     ):  # fmt: skip
         assert part in shown.out
 
@@ -91,6 +90,14 @@ def test_a_batch_on_the_command_line_is_kept_and_another_is_not(moejax, compiled
     assert moejax(*EIGHT, *without).code == 0 and compiled["keep_batch"] is False
     assert moejax(*EIGHT, *without, "--config.data.batch_size=16").code == 0
     assert compiled["keep_batch"] is True and compiled["cfg"].data.batch_size == 16
+
+
+def test_temporaries_of_the_peak_are_named_and_within_the_total(moejax, compiled, report):
+    sizes = [buffer.size for buffer in report.buffers]
+    assert sizes == sorted(sizes, reverse=True)
+    assert 0.5 * report.memory.temporaries < sum(sizes) <= report.memory.temporaries
+    assert all(buffer.source for buffer in report.buffers[:5])
+    assert moejax(*EIGHT, *flags(), "--buffers=7").code == 0 and compiled["num_buffers"] == 7
 
 
 def test_json_holds_every_figure(moejax, compiled, report):
