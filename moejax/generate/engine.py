@@ -48,8 +48,8 @@ def power_of_two(size: int, floor: int = 1) -> int:
 def without_limits(parts: ModelParts) -> ModelParts:
     """The model as it is used, not trained: no capacity drops a token, nothing is tracked.
 
-    With a capacity a row's numbers would depend on the rows beside it. The exchange between experts
-    is the one that fits the mesh.
+    With a capacity a document's numbers would depend on the padding and the documents in its row.
+    The exchange between experts is the one that fits the mesh.
     """
     moe = parts.cfg.moe
     free = moe.replace(capacity_factor=0.0, exchange="auto")

@@ -38,7 +38,7 @@ class TokenScores(NamedTuple):
 class LanguageModel:
     """Weights of one model, and what they say about tokens.
 
-    Every method gives the same numbers on every mesh and for every number of rows beside a row; a
+    Every method gives the same numbers on every mesh, whatever else stands in a row or beside it; a
     capacity of the experts, which would break that, is for training only.
 
     Attributes:

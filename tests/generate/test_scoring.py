@@ -32,7 +32,7 @@ BYTES = ByteTokenizer()
 
 @functools.cache
 def model(mesh: str = "one") -> LanguageModel:
-    """A model with a capacity that would drop tokens, and so tell how many rows run together."""
+    """A model with a capacity that would drop tokens, and so tell how long a padded row is."""
     cfg = small(
         "kda,mla", 2, vocab_size=257, attn_res_block=0, ffn={"num_dense_layers": 0},
         moe={"capacity_factor": 0.5},
