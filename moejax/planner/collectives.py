@@ -52,6 +52,7 @@ class _Instruction(NamedTuple):
     type: str
     opcode: str
     operands: tuple[str, ...]
+    literal: str  # what stands in the brackets, a constant's value
     attributes: str
 
 
@@ -120,8 +121,9 @@ def _instruction(line: str) -> _Instruction | None:
     if not opcode:
         return None
     close = _closing(rest, opcode.end() - 1)
-    operands = tuple(re.findall(r"%([\w.\-]+)", rest[opcode.end() : close]))
-    return _Instruction(name, rest[:end], opcode.group(1), operands, rest[close + 1 :])
+    inside = rest[opcode.end() : close]
+    operands = tuple(re.findall(r"%([\w.\-]+)", inside))
+    return _Instruction(name, rest[:end], opcode.group(1), operands, inside, rest[close + 1 :])
 
 
 def _closing(text: str, start: int) -> int:
@@ -154,14 +156,46 @@ def _walk(
             continue
         inner_times, inner_open = times, is_open
         if found.opcode == "while":
-            trips = _TRIPS.search(found.attributes)
-            inner_times = times * int(trips.group(1)) if trips else times
-            inner_open = is_open or not trips
+            trips = _trips(computations, body, found)
+            inner_times = times if trips is None else times * trips
+            inner_open = is_open or trips is None
         called = _CALLED.findall(found.attributes)
         for branches in _BRANCHES.findall(found.attributes):
             called += re.findall(r"[\w.\-]+", branches)
         for inner in called:
             yield from _walk(computations, inner, inner_times, inner_open)
+
+
+def _trips(computations: dict[str, _Body], body: _Body, loop: _Instruction) -> int | None:
+    """How often a loop runs: as the compiler says, or from its counter; None = the data decides.
+
+    The TPU compiler does not say. JAX's counted loops go in steps of 1 up to a constant.
+    """
+    said = _TRIPS.search(loop.attributes)
+    if said:
+        return int(said.group(1))
+    condition = re.search(r"condition=%?([\w.\-]+)", loop.attributes)
+    inner = computations.get(condition.group(1), {}) if condition else {}
+    test = next(reversed(inner.values()), None)
+    if test is None or test.opcode != "compare" or "direction=LT" not in test.attributes:
+        return None
+    counter, end = inner.get(test.operands[0]), _constant(inner, test.operands[1])
+    place = re.search(r"index=(\d+)", counter.attributes) if counter else None
+    begin = body.get(loop.operands[0]) if loop.operands else None
+    if end is None or place is None or begin is None or begin.opcode != "tuple":
+        return None
+    start = _constant(body, begin.operands[int(place.group(1))])
+    return None if start is None else max(end - start, 0)
+
+
+def _constant(body: _Body, name: str) -> int | None:
+    """The integer that a name stands for, through copies."""
+    found = body.get(name)
+    while found is not None and found.opcode in ("copy", "bitcast") and found.operands:
+        found = body.get(found.operands[0])
+    if found is None or found.opcode != "constant" or not re.fullmatch(r"-?\d+", found.literal):
+        return None
+    return int(found.literal)
 
 
 def type_bytes(text: str) -> int:

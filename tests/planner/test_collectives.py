@@ -83,6 +83,43 @@ def test_loops_fusions_and_async_pairs_are_counted_once_a_run():
     ]
 
 
+# As the TPU compiler prints loops: without their length, which the counter tells.
+TPU_LOOP = """\
+%body (p: (s32[], f32[8,4], s32[])) -> (s32[], f32[8,4], s32[]) {
+  %p = (s32[]{:T(128)}, f32[8,4]{1,0:T(8,128)}, s32[]{:T(128)}) parameter(0)
+  %x = f32[8,4]{1,0:T(8,128)} get-tuple-element(%p), index=1
+  ROOT %sum = f32[8,4]{1,0:T(8,128)} all-reduce(%x), replica_groups={{0,1},{2,3},{4,5},{6,7}}
+}
+
+%cond (p: (s32[], f32[8,4], s32[])) -> pred[] {
+  %p = (s32[]{:T(128)}, f32[8,4]{1,0:T(8,128)}, s32[]{:T(128)}) parameter(0)
+  %n = s32[]{:T(128)} constant(9)
+  %last = s32[]{:T(128)} get-tuple-element(%p), index=2
+  %i = s32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %END), direction=LT
+}
+
+ENTRY %main (x: f32[8,4], m: s32[]) -> f32[8,4] {
+  %x = f32[8,4]{1,0:T(8,128)} parameter(0)
+  %m = s32[]{:T(128)} parameter(1)
+  %two = s32[]{:T(128)} constant(2)
+  %start = s32[]{:T(128)} copy(%two), backend_config={"flag_configs":[]}
+  %args = (s32[]{:T(128)}, f32[8,4]{1,0:T(8,128)}, s32[]{:T(128)}) tuple(%START, %x, %m)
+  ROOT %loop = (s32[]{:T(128)}, f32[8,4]{1,0:T(8,128)}, s32[]{:T(128)}) while(%args), condition=%cond, body=%body
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "count", "is_open"),
+    [("start", "n", 7, False), ("start", "last", 1, True), ("m", "n", 1, True)],
+)
+def test_a_loop_without_its_length_is_counted_from_its_counter(start, end, count, is_open):
+    hlo = TPU_LOOP.replace("%START", f"%{start}").replace("%END", f"%{end}")
+    found = [(row.count, row.operand_bytes, row.open_loop) for row in count_collectives(hlo, MESH)]
+    assert found == [(count, count * 128, is_open)]
+
+
 def test_the_entry_is_found_and_every_instruction_read():
     computations, entry = parse_computations(HLO)
     assert entry == "main.7"
