@@ -84,7 +84,8 @@ def _temporaries(text: str) -> dict[str, tuple[str, int, int, str]]:
             allocation, temporary = header.group(1), "preallocated-temp" in header.group(2)
             continue
         value = _VALUE.search(line)
-        if value and temporary:
+        # S(1) and up are a TPU's memories on the chip.
+        if value and temporary and not re.search(r"S\([1-9]", value.group(5)):
             name, index, size, offset, shape = value.groups()
             plain = (index or "").replace("{}", "")
             out[name + plain] = (allocation, int(offset), int(size), shape)
