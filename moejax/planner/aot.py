@@ -100,6 +100,16 @@ class CompileReport:
         return not self.refused and self.memory.fits
 
 
+# libtpu asks no cloud what machine this is and complains about nothing (the type is any one it
+# knows), and two such processes may run side by side.
+_LIBTPU_ALONE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+}
+
+
 def absent_devices(hardware: Hardware) -> list[Any]:
     """Devices to compile for: described by XLA's plugin, or this process's simulated ones.
 
@@ -115,9 +125,8 @@ def absent_devices(hardware: Hardware) -> list[Any]:
         return found[: num_chips(hardware)]
     try:
         if hardware.chip.platform == "tpu":
-            # Ask no cloud for what machine this is, and let two such processes run side by side.
-            os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-            os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
+            for name, value in _LIBTPU_ALONE.items():
+                os.environ.setdefault(name, value)
             described = topologies.get_topology_desc(hardware.name, platform="tpu")
         else:
             hosts, gpus = hardware.shape
