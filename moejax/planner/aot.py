@@ -147,7 +147,7 @@ def _no_topology(hardware: Hardware, error: Exception) -> str:
     except ImportError:
         return (
             f"--hardware={hardware.name} needs XLA's compiler for {hardware.chip.platform}, "
-            f"which is not installed. {EXTRA} brings it (about 0.6 GB; no driver is needed)."
+            f"which is not installed. {EXTRA} brings it (about 1.4 GB on disk; no driver is needed)."
         )
     return f"--hardware={hardware.name} cannot be described: {text}."
 
