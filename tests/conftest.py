@@ -1,5 +1,6 @@
 """What every test shares: eight CPU devices, checked signatures, the marks of the tiers."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -56,3 +57,11 @@ def strict_promotion():
     """Arithmetic between dtypes that differ raises inside the test."""
     with jax.numpy_dtype_promotion("strict"):
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_programs():
+    """Programs of a file go with it: a process that keeps them all grows by gigabytes."""
+    yield
+    jax.clear_caches()
+    gc.collect()
