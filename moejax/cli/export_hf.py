@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from moejax.cli.bars import ByteBar
 from moejax.cli.flags import Parser, add_source
-from moejax.cli.tables import say
+from moejax.cli.tables import say, size
 from moejax.config import ConfigError
 
 EXAMPLES = (
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     carried = f" and {report.num_carried:,} carried" if report.num_carried else ""
     say(
         f"{report.out}: {report.model_type}, {report.num_tensors:,} tensors{carried}, "
-        f"{report.total_bytes / 1e9:.3f} GB"
+        f"{size(report.total_bytes)}"
     )
     return 0
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from moejax.cli.bars import ByteBar
 from moejax.cli.flags import Parser, add_source
-from moejax.cli.tables import say
+from moejax.cli.tables import say, size
 from moejax.config import ConfigError
 
 EXAMPLES = (
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     say(
         f"{report.checkpoint}: {report.model_type}, {report.num_tensors:,} tensors ({values})"
         f"{f', {report.num_carried:,} carried along' if report.num_carried else ''}; "
-        f"{report.source_bytes / 1e9:.2f} GB in {report.seconds:.1f} s, {speed:.0f} MB/s"
+        f"{size(report.source_bytes)} in {report.seconds:.1f} s, {speed:.0f} MB/s"
     )
     for name in report.absent:
         say(f"not in the folder, and read by no layer: {name}")

@@ -23,6 +23,16 @@ class Column:
     dim: bool = False
 
 
+def size(num_bytes: int) -> str:
+    """Bytes in the unit that people would say: `29.5 MB`, `8.29 GB`."""
+    value = float(num_bytes)
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.2f} TB"
+
+
 def say(line: str, *, bold: bool = False) -> None:
     """One line, never wrapped."""
     if bold and sys.stdout.isatty():
