@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import pathlib
 import re
@@ -147,7 +146,7 @@ def _no_topology(hardware: Hardware, error: Exception) -> str:
     except ImportError:
         return (
             f"--hardware={hardware.name} needs XLA's compiler for {hardware.chip.platform}, "
-            f"which is not installed. {EXTRA} brings it (about 1.4 GB on disk; no driver is needed)."
+            f"which is not installed. {EXTRA} brings it (1.4 GB on disk, no driver needed)."
         )
     return f"--hardware={hardware.name} cannot be described: {text}."
 
@@ -179,13 +178,13 @@ def compile_for(
     with tempfile.TemporaryDirectory(prefix="moejax-compile-") as scratch:
         dump = pathlib.Path(scratch) if num_buffers else None
         compiled, refused, seconds = _compile(program, hardware, dump)
-        hlo = compiled.call.as_text() if compiled else ""  # type: ignore[attr-defined]
-        buffers = peak_buffers(dump, hlo)[:num_buffers] if dump else []
+        buffers = peak_buffers(dump)[:num_buffers] if dump else []
     memory = _memory(compiled, refused, hardware)
     flops = train_flops_per_token(program.parts, cfg.data.seq_len, program.trains)
     collectives: tuple[Collective, ...] = ()
     bound = None
     if compiled is not None:
+        hlo = compiled.call.as_text()  # type: ignore[attr-defined]
         collectives = tuple(count_collectives(hlo, dict(program.mesh.shape)))
         bound = _bound(program, hardware, memory, collectives, flops)
     return CompileReport(
@@ -249,7 +248,9 @@ def _compile(
     return compiled, "", compiled.compile_s
 
 
-_USED = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+# The TPU compiler's two ways to say how much a step needs in all: arguments are in it, though one
+# of them calls it temporaries.
+_USED = re.compile(r"(?:[Uu]sed ([\d.]+)([KMGT]?) of|\(([\d.]+)([KMGT]?)\) exceeds available)")
 
 
 def _memory(compiled: Compiled | None, refused: str, hardware: Hardware) -> Memory:
@@ -257,8 +258,9 @@ def _memory(compiled: Compiled | None, refused: str, hardware: Hardware) -> Memo
     if compiled is None:
         match = _USED.search(refused)
         units = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-        used = float(match.group(1)) * units[match.group(2)] if match else math.nan
-        return Memory(0, 0, 0, 0, int(used) if match else available + 1, available)
+        figure, unit = (part for part in match.groups() if part is not None) if match else ("0", "")
+        peak = int(float(figure) * units[unit])
+        return Memory(0, 0, 0, 0, max(peak, available + 1), available)
     facts = compiled.call.memory_analysis()  # type: ignore[attr-defined]
     return Memory(
         facts.argument_size_in_bytes,

@@ -30,15 +30,15 @@ _VALUE = re.compile(r"value: <\d+ ([\w.\-]+)(\{[\d,]*\})? @\d+> \(size=(\d+),off
 _LIVE = re.compile(r"^\s*([\w.\-]+)(\{[\d,]*\})?: (\d+) bytes")
 
 
-def peak_buffers(folder: pathlib.Path, hlo: str) -> list[Buffer]:
+def peak_buffers(folder: pathlib.Path) -> list[Buffer]:
     """Temporaries alive at the peak, largest first; values that share a place count once.
 
     Args:
-      folder: what the compilation dumped into; empty where the platform's compiler dumps nothing.
-      hlo: the optimised program, for the names of operations.
+      folder: what the compilation dumped into, also one that ran out of memory.
     """
-    live_text, places_text = (
-        _largest(folder, f"*{what}.txt") for what in ("live-range", "buffer-assignment")
+    live_text, places_text, hlo = (
+        _largest(folder, f"*after_optimizations{what}.txt")
+        for what in ("-live-range", "-buffer-assignment", "")
     )
     places, sources = _temporaries(places_text), _sources(hlo)
     found: dict[tuple[str, int], Buffer] = {}

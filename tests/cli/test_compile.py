@@ -151,8 +151,15 @@ def test_a_missing_compiler_says_how_to_install_it(moejax, monkeypatch, hardware
     assert shown.err.count("\n") == 1
 
 
-def test_the_compilers_own_figure_is_read_where_it_refuses():
-    words = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 101.50G of 95.74G hbm."
+@pytest.mark.parametrize(
+    "words",
+    [
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 101.50G of 95.74G hbm.",
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (101.50G) exceeds available HBM (95.74G).",
+    ],
+)
+def test_the_compilers_own_figure_is_read_where_it_refuses(words):
     memory = aot._memory(None, words, parse_hardware("v5p:2x2x1"))
     assert memory.peak == int(101.5 * 2**30) and not memory.fits
     assert not aot._memory(None, "RESOURCE_EXHAUSTED: no figure", parse_hardware("v5p:2x2x1")).fits
