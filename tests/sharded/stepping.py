@@ -127,9 +127,15 @@ def step_with_grads(program: Program, state: TrainState, batch: dict, given: tup
 
 
 @functools.cache
-def steps(mesh_items: tuple, accumulation: int = 1, remat: str = "none") -> Steps:
-    """Two updates on a mesh by the whole step as one program."""
-    program = _program(mesh_items, accumulation, remat)
+def steps(
+    mesh_items: tuple, accumulation: int = 1, remat: str = "none", exchange: tuple = ()
+) -> Steps:
+    """Two updates on a mesh by the whole step as one program.
+
+    Args:
+      exchange: settings of `model.moe` that change how tokens travel, as pairs.
+    """
+    program = _program(mesh_items, accumulation, remat, exchange)
     jitted = jax.jit(
         lambda state, batch: step_with_grads(program, state, batch),
         out_shardings=(program.shardings, None, None),
@@ -165,9 +171,11 @@ def _update(mesh_items: tuple):
     )
 
 
-def _program(mesh_items: tuple, accumulation: int, remat: str) -> Program:
+def _program(mesh_items: tuple, accumulation: int, remat: str, exchange: tuple = ()) -> Program:
     sizes = dict(mesh_items)
-    return build_program(config(sizes, accumulation=accumulation, remat=remat), mesh_of(sizes))
+    model = MODEL.replace(moe=MODEL.moe.replace(**dict(exchange)))
+    cfg = config(sizes, model, accumulation=accumulation, remat=remat)
+    return build_program(cfg, mesh_of(sizes))
 
 
 def _run(program: Program, accumulation: int, call, hlo: str = "") -> Steps:

@@ -63,6 +63,22 @@ def test_full_product_with_the_whole_step_as_one_program(sizes, accumulation, re
     assert_same_training(steps(tuple(sizes.items()), accumulation, remat), on_one_device())
 
 
+RAGGED = {"exchange": "ragged", "receive_factor": 0.75, "exchange_slices": 2}
+SLICED = {"exchange": "padded", "exchange_slices": 4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes,accumulation,remat,exchange",
+    [(FSDP2_EXPERT4, 2, "full", RAGGED), (DATA2_FSDP2_EXPERT2, 1, "none", SLICED)],
+    ids=["ragged", "sliced"],
+)
+def test_any_exchange_trains_the_same(sizes, accumulation, remat, exchange):
+    got = steps(tuple(sizes.items()), accumulation, remat, tuple(exchange.items()))
+    assert_same_training(got, on_one_device())
+    assert np.all(got.metrics[0]["rounds"] > 1)
+
+
 def test_the_step_has_every_part():
     """What the comparisons rest on: every path is alive, moves, and takes further rounds."""
     one, eight = on_one_device(), steps(tuple(FSDP2_EXPERT4.items()))

@@ -93,7 +93,7 @@ class Padded:
         return sum_ML if so_far is None else so_far + sum_ML
 
     def finish(self, sum_ML: jax.Array, weights_MA, routing: Routing) -> jax.Array:
-        return sum_ML
+        return checkpoint_name(sum_ML, RETURNED)
 
     def _lanes(self, routing: Routing, turn):
         """What this round's buckets hold.

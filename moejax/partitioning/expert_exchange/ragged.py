@@ -91,11 +91,10 @@ class Ragged:
         if so_far is None:
             so_far = blank_rows(weights_MA.size, out_CL)
         there, back = self._runs(routing, turn)
-        rows_RL = return_rows(out_CL, so_far, there, back, self.axis)
-        return checkpoint_name(rows_RL, RETURNED)
+        return return_rows(out_CL, so_far, there, back, self.axis)
 
     def finish(self, rows_RL: jax.Array, weights_MA: jax.Array, routing: Routing) -> jax.Array:
-        return unpermute(rows_RL, weights_MA, routing.plan)
+        return unpermute(checkpoint_name(rows_RL, RETURNED), weights_MA, routing.plan)
 
     def _runs(self, routing: Routing, turn):
         return turn_runs(routing.counts_PE, lax.axis_index(self.axis), turn, self.capacity)

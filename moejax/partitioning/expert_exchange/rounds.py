@@ -21,12 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from moejax.partitioning.expert_exchange.local import ExchangeStats
 from pallas_kernels.permute import PermutePlan, permute, unpermute
 
-# Names of what went through an exchange, for rematerialisation policies: a policy that keeps both
-# sends nothing twice.
+# Names of what went through an exchange, for rematerialisation policies: one that keeps both sends
+# nothing again in the backward pass (further rounds, which keep nothing, excepted).
 DISPATCHED = "moe_dispatched"
 RETURNED = "moe_returned"
 
@@ -70,7 +71,7 @@ def routed_experts(
     program = Program(exchange, expert_fn)
     routings = [exchange.route(ids_MA) for ids_MA in ids_sMA]
     most = functools.reduce(jnp.maximum, map(exchange.num_rounds, routings))
-    num_rounds = lax.pmax(most, all_axes)
+    num_rounds = checkpoint_name(lax.pmax(most, all_axes), DISPATCHED)
     back_s = _first_rounds(program, x_sML, weights_sMA, weights, routings)
     if not exchange.never_overflows:
         routed = (x_sML, weights_sMA, weights, routings, num_rounds)
