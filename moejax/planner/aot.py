@@ -262,14 +262,14 @@ def _memory(compiled: Compiled | None, refused: str, hardware: Hardware) -> Memo
         peak = int(float(figure) * units[unit])
         return Memory(0, 0, 0, 0, max(peak, available + 1), available)
     facts = compiled.call.memory_analysis()  # type: ignore[attr-defined]
-    return Memory(
-        facts.argument_size_in_bytes,
-        facts.output_size_in_bytes,
-        facts.alias_size_in_bytes,
-        facts.temp_size_in_bytes,
-        compiled.peak_bytes,
-        available,
-    )
+    arguments, outputs = facts.argument_size_in_bytes, facts.output_size_in_bytes
+    aliased, temporaries = facts.alias_size_in_bytes, facts.temp_size_in_bytes
+    if hardware.chip.platform == "tpu":
+        # Its temporaries count on-chip memories too (a half more in a layer of Kimi-Linear-48B);
+        # its peak is that of the HBM alone.
+        temporaries = max(facts.peak_memory_in_bytes - (arguments + outputs - aliased), 0)
+    peak = arguments + outputs - aliased + temporaries
+    return Memory(arguments, outputs, aliased, temporaries, peak, available)
 
 
 def _bound(
