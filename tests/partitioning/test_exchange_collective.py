@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as Spec
 
 from moejax.partitioning.expert_exchange.collective import (
+    Link,
     fetch_rows,
     ragged_all_to_all,
     return_rows,
@@ -17,6 +18,7 @@ from moejax.partitioning.expert_exchange.collective import (
 from moejax.partitioning.expert_exchange.plan import Runs, turn_runs
 
 P, ROWS, SLOTS = 4, 13, 20
+LINK = Link("expert", native=False)
 
 
 def mesh(ranks: int = P) -> Mesh:
@@ -38,7 +40,7 @@ def on_devices(fn, ranks: int = P):
 
 @functools.cache
 def exchanged(ranks: int = P):
-    return on_devices(functools.partial(ragged_all_to_all, axis="expert"), ranks)
+    return on_devices(functools.partial(ragged_all_to_all, link=LINK), ranks)
 
 
 def test_the_documented_example():
@@ -98,9 +100,9 @@ def moves(counts_PE, turn: int):
 
     def run(rows_RL, slots_CL, me):
         there, back = turn_runs(counts_PE, me, turn, SLOTS)
-        fetched, pull = jax.vjp(lambda x: fetch_rows(x, there, back, "expert", SLOTS), rows_RL)
+        fetched, pull = jax.vjp(lambda x: fetch_rows(x, there, back, LINK, SLOTS), rows_RL)
         home, pull_home = jax.vjp(
-            lambda y: return_rows(y, jnp.zeros_like(rows_RL), there, back, "expert"), slots_CL
+            lambda y: return_rows(y, jnp.zeros_like(rows_RL), there, back, LINK), slots_CL
         )
         return fetched, pull(slots_CL)[0], home, pull_home(rows_RL)[0]
 
@@ -124,9 +126,9 @@ def test_each_move_is_the_gradient_of_the_other(turn):
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_other_platforms_lower_the_real_collective(platform):
+def test_other_platforms_lower_the_real_collective_and_no_choice(platform):
     args = np.ones((P, ROWS, 3)), np.zeros((P, SLOTS + 1, 3)), random_runs(0)
-    traced = exchanged().trace(*args)
-    text = traced.lower(lowering_platforms=(platform,)).as_text()
-    assert text.count("ragged_all_to_all") == 1 and "all_gather" not in text
-    assert "ragged_all_to_all" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+    run = on_devices(functools.partial(ragged_all_to_all, link=LINK._replace(native=True)))
+    text = run.trace(*args).lower(lowering_platforms=(platform,)).as_text()
+    assert text.count("ragged_all_to_all") == 1
+    assert not any(word in text for word in ("all_gather", "stablehlo.case", "stablehlo.if"))

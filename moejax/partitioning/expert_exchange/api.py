@@ -10,6 +10,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from moejax.partitioning.expert_exchange import local, rounds
+from moejax.partitioning.expert_exchange.collective import Link
 from moejax.partitioning.expert_exchange.padded import Padded
 from moejax.partitioning.expert_exchange.ragged import Ragged
 from moejax.partitioning.rules import BATCH_AXES
@@ -70,13 +71,15 @@ def exchange_experts(
             num_experts,
         )
     ranks = mesh.shape["expert"]
-    name = resolve_exchange(exchange, ranks, _platform(mesh))
+    platform = _platform(mesh)
+    name = resolve_exchange(exchange, ranks, platform)
+    link = Link("expert", native=platform != "cpu")
     axes = tuple(mesh.axis_names)
 
     def sized(num_rows: int):
         if name == "padded":
             return Padded.sized(num_rows, ranks, num_experts, buffer_factor, "expert")
-        return Ragged.sized(num_rows, ranks, num_experts, receive_factor, "expert")
+        return Ragged.sized(num_rows, ranks, num_experts, receive_factor, link)
 
     def per_device(x_BTL, expert_ids_BTA, weights_BTA, weights):
         run: Callable = local.routed_experts
@@ -98,9 +101,10 @@ def exchange_experts(
     )(x_BTL, expert_ids_BTA, weights_BTA, weights)
 
 
-def _platform(mesh) -> str | None:
-    """Platform of a mesh's devices, where jax tells."""
-    return getattr(getattr(mesh, "abstract_device", None), "platform", None)
+def _platform(mesh) -> str:
+    """Platform of a mesh's devices; where jax does not tell, that of the lowering."""
+    told = getattr(getattr(mesh, "abstract_device", None), "platform", None)
+    return told or target_platform()
 
 
 def _on_rows(run, x_BTL, expert_ids_BTA, weights_BTA, weights, expert_fn, num_experts, **options):

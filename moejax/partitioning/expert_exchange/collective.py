@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,19 @@ from jax import lax
 from moejax.partitioning.expert_exchange.plan import Runs
 
 
-def ragged_all_to_all(operand_NL, output_ML, runs: Runs, axis: str) -> jax.Array:
-    """`lax.ragged_all_to_all`, and where XLA has none (CPU) the same from other collectives.
+class Link(NamedTuple):
+    """A mesh axis, and whether its devices have the ragged all-to-all.
 
-    The platform is that of the lowering, so a CPU can also lower for devices that are absent.
+    Known when the exchange is traced: a choice left to the lowering stays in the compiled loop as a
+    conditional, across which nothing overlaps.
+    """
+
+    axis: str
+    native: bool
+
+
+def ragged_all_to_all(operand_NL, output_ML, runs: Runs, link: Link) -> jax.Array:
+    """`lax.ragged_all_to_all`, and where XLA has none (CPU) the same from other collectives.
 
     Args:
       operand_NL: rows to send.
@@ -23,18 +33,12 @@ def ragged_all_to_all(operand_NL, output_ML, runs: Runs, axis: str) -> jax.Array
     Returns:
       [M, L].
     """
-    return lax.platform_dependent(
-        operand_NL,
-        output_ML,
-        runs,
-        cpu=functools.partial(emulated, axis=axis),
-        default=lambda operand, output, runs: lax.ragged_all_to_all(
-            operand, output, *runs, axis_name=axis
-        ),
-    )
+    if link.native:
+        return lax.ragged_all_to_all(operand_NL, output_ML, *runs, axis_name=link.axis)
+    return emulated(operand_NL, output_ML, runs, link.axis)
 
 
-def emulated(operand_NL, output_ML, runs: Runs, *, axis: str) -> jax.Array:
+def emulated(operand_NL, output_ML, runs: Runs, axis: str) -> jax.Array:
     """Ragged all-to-all by gathering every device's operand: for tests and small runs.
 
     Stricter than the real one: where sender and receiver disagree on a size, or a run leaves its
@@ -60,46 +64,46 @@ def blank_rows(num_rows: int, like: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def fetch_rows(rows_RL, there: Runs, back: Runs, axis: str, num_slots: int) -> jax.Array:
+def fetch_rows(rows_RL, there: Runs, back: Runs, link: Link, num_slots: int) -> jax.Array:
     """Rows of all devices that are for this one, in a buffer of `num_slots`."""
-    return ragged_all_to_all(rows_RL, blank_rows(num_slots, rows_RL), there, axis)
+    return ragged_all_to_all(rows_RL, blank_rows(num_slots, rows_RL), there, link)
 
 
-def _fetch_fwd(rows_RL, there, back, axis, num_slots):
+def _fetch_fwd(rows_RL, there, back, link, num_slots):
     # the last residual carries a length, and its zeros are free
     length = jnp.zeros((rows_RL.shape[0], 0), jnp.int8)
-    return fetch_rows(rows_RL, there, back, axis, num_slots), (back, length)
+    return fetch_rows(rows_RL, there, back, link, num_slots), (back, length)
 
 
-def _fetch_bwd(axis, num_slots, residuals, dslots_CL):
+def _fetch_bwd(link, num_slots, residuals, dslots_CL):
     back, length = residuals
     # Zeros, not blank rows: a row that was not sent this turn has a gradient of 0.
     zeros_RL = jnp.zeros((length.shape[0], dslots_CL.shape[1]), dslots_CL.dtype)
-    return ragged_all_to_all(dslots_CL, zeros_RL, back, axis), None, None
+    return ragged_all_to_all(dslots_CL, zeros_RL, back, link), None, None
 
 
 fetch_rows.defvjp(_fetch_fwd, _fetch_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def return_rows(slots_CL, rows_RL, there: Runs, back: Runs, axis: str) -> jax.Array:
+def return_rows(slots_CL, rows_RL, there: Runs, back: Runs, link: Link) -> jax.Array:
     """`rows_RL` with the results of this turn's rows written over their places.
 
     The gradient passes `rows_RL` by: every row is the result of one turn, so what a turn wrote over
     was never read and has no gradient to lose.
     """
-    return ragged_all_to_all(slots_CL, rows_RL, back, axis)
+    return ragged_all_to_all(slots_CL, rows_RL, back, link)
 
 
-def _return_fwd(slots_CL, rows_RL, there, back, axis):
+def _return_fwd(slots_CL, rows_RL, there, back, link):
     length = jnp.zeros((slots_CL.shape[0], 0), jnp.int8)
-    return return_rows(slots_CL, rows_RL, there, back, axis), (there, length)
+    return return_rows(slots_CL, rows_RL, there, back, link), (there, length)
 
 
-def _return_bwd(axis, residuals, drows_RL):
+def _return_bwd(link, residuals, drows_RL):
     there, length = residuals
     blank_CL = blank_rows(length.shape[0], drows_RL)
-    return ragged_all_to_all(drows_RL, blank_CL, there, axis), drows_RL, None, None
+    return ragged_all_to_all(drows_RL, blank_CL, there, link), drows_RL, None, None
 
 
 return_rows.defvjp(_return_fwd, _return_bwd)

@@ -17,7 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from moejax.partitioning.expert_exchange.collective import blank_rows, fetch_rows, return_rows
+from moejax.partitioning.expert_exchange.collective import (
+    Link,
+    blank_rows,
+    fetch_rows,
+    return_rows,
+)
 from moejax.partitioning.expert_exchange.plan import arrival_plan, num_turns, turn_runs
 from moejax.partitioning.expert_exchange.rounds import DISPATCHED, RETURNED, Arrived
 from pallas_kernels.permute import PermutePlan, permute, plan_permute, unpermute
@@ -48,19 +53,19 @@ class Ragged:
     local_experts: int
     capacity: int
     never_overflows: bool  # one turn is enough whatever the routing
-    axis: str
+    link: Link
 
     writes_in_place = True
 
     @classmethod
-    def sized(cls, num_rows: int, ranks: int, num_experts: int, receive_factor: float, axis: str):
+    def sized(cls, num_rows: int, ranks: int, num_experts: int, receive_factor: float, link: Link):
         """Sizes for `num_rows` assignments on each of `ranks` devices."""
         capacity = receive_rows(num_rows, ranks, receive_factor)
-        return cls(ranks, num_experts // ranks, capacity, capacity >= ranks * num_rows, axis)
+        return cls(ranks, num_experts // ranks, capacity, capacity >= ranks * num_rows, link)
 
     def route(self, expert_ids_MA: jax.Array) -> Routing:
         plan = plan_permute(expert_ids_MA, self.ranks * self.local_experts)
-        counts_PE = checkpoint_name(lax.all_gather(plan.group_sizes, self.axis), DISPATCHED)
+        counts_PE = checkpoint_name(lax.all_gather(plan.group_sizes, self.link.axis), DISPATCHED)
         return Routing(plan, counts_PE)
 
     def num_rounds(self, routing: Routing) -> jax.Array:
@@ -68,17 +73,17 @@ class Ragged:
 
     def sent_rows(self, routing: Routing, num_rounds: jax.Array) -> jax.Array:
         """Rows that leave this device on their way to experts."""
-        me = lax.axis_index(self.axis)
+        me = lax.axis_index(self.link.axis)
         by_device_P = routing.plan.group_sizes.reshape(self.ranks, -1).sum(-1)
         return (by_device_P.sum() - by_device_P[me]).astype(jnp.float32)
 
     def send(self, x_ML: jax.Array, routing: Routing, turn) -> Arrived:
         there, back = self._runs(routing, turn)
         rows_RL = permute(x_ML, routing.plan)
-        slots_CL = fetch_rows(rows_RL, there, back, self.axis, self.capacity)
+        slots_CL = fetch_rows(rows_RL, there, back, self.link, self.capacity)
         mine_Pe = lax.dynamic_slice_in_dim(
             routing.counts_PE,
-            lax.axis_index(self.axis) * self.local_experts,
+            lax.axis_index(self.link.axis) * self.local_experts,
             self.local_experts,
             axis=1,
         )
@@ -91,10 +96,10 @@ class Ragged:
         if so_far is None:
             so_far = blank_rows(weights_MA.size, out_CL)
         there, back = self._runs(routing, turn)
-        return return_rows(out_CL, so_far, there, back, self.axis)
+        return return_rows(out_CL, so_far, there, back, self.link)
 
     def finish(self, rows_RL: jax.Array, weights_MA: jax.Array, routing: Routing) -> jax.Array:
         return unpermute(checkpoint_name(rows_RL, RETURNED), weights_MA, routing.plan)
 
     def _runs(self, routing: Routing, turn):
-        return turn_runs(routing.counts_PE, lax.axis_index(self.axis), turn, self.capacity)
+        return turn_runs(routing.counts_PE, lax.axis_index(self.link.axis), turn, self.capacity)
