@@ -179,8 +179,9 @@ def check(case: Case) -> None:
     assert relative_error(norm, want_norm) <= 1e-5
     for path, leaf in jax.tree_util.tree_leaves_with_path(total):
         assert np.any(leaf != 0), jax.tree_util.keystr(path)
-    if case.expert > 1 and case.accumulation == 1:
-        assert rounds.max() > 1  # the further rounds are part of what is compared
+    # Where the mean of what is sent is above the buffer, further rounds are part of the comparison.
+    if case.expert > 1 and case.expert * case.slices < 32 and case.accumulation == 1:
+        assert rounds.max() > 1
 
 
 @pytest.mark.parametrize("case", COVERING, ids=str)
@@ -188,8 +189,13 @@ def test_equals_local_on_one_device(case):
     check(case)
 
 
-# Every setting with every other; the microbatches, which only repeat the rest, take turns.
-SLOW = [case for i, case in enumerate(PRODUCT) if case.accumulation == (1, 2, 4, 8)[i // 4 % 4]]
+def has_its_turn(case: Case) -> bool:
+    """One number of microbatches for every other combination, all four equally often."""
+    places = [level.index(value) for level, value in zip(LEVELS, case, strict=True)]
+    return places[-1] == sum(places[:-1]) % 4
+
+
+SLOW = list(filter(has_its_turn, PRODUCT))
 
 
 @pytest.mark.slow
