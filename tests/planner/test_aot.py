@@ -12,8 +12,11 @@ from moejax.planner.hardware import parse_hardware
 from tests.cli.conftest import SMALL
 
 pytestmark = pytest.mark.aot
+# Rows of 128: for a contraction over 32 tokens in float32 XLA's GPU compiler of jax 0.10.2 finds no
+# tiles ("Couldn't find output tile sizes").
 WITH_EXPERTS = SMALL | {
-    "model.ffn.num_dense_layers": 0, "model.moe.num_experts": 8, "mesh.expert": 2
+    "model.ffn.num_dense_layers": 0, "model.moe.num_experts": 8, "mesh.expert": 2,
+    "data.seq_len": 128,
 }  # fmt: skip
 
 
@@ -31,8 +34,9 @@ def test_the_step_compiles_for_absent_devices(hardware, module, devices):
     report = compile_for(cfg, parse_hardware(hardware))
     here = compile_for(cfg, parse_hardware(f"cpu:{devices}"))
     assert report.devices == devices and report.fits
-    # The same arrays lie on a device everywhere, up to the padding of small ones.
-    assert 1 <= report.memory.arguments / here.memory.arguments < 1.5
+    # The same arrays lie on a device everywhere; a TPU pads the small ones to its tiles.
+    ratio = report.memory.arguments / here.memory.arguments
+    assert 1 <= ratio < 6 if module == "libtpu" else ratio == pytest.approx(1, abs=0.01)
     assert report.flops_per_token == here.flops_per_token
     kinds = {row.kind.removeprefix("ragged-") for row in report.collectives if row.axes == "expert"}
     assert "all-to-all" in kinds
