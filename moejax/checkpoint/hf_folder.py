@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pathlib
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from moejax.checkpoint.layout import CheckpointError
+from moejax.checkpoint.partial import partial_folder
 from moejax.checkpoint.safetensors_file import (
     DTYPES,
     SafetensorsFile,
@@ -218,7 +218,7 @@ class HfWriter:
             raise CheckpointError(f"a shard limit of {max_shard_bytes} bytes: give 1 or more.")
         if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
             raise CheckpointError(f"{self.out} exists and is not empty: name another folder.")
-        self.folder = self.out.with_name(f"{self.out.name}.partial-{os.getpid()}")
+        self.folder = partial_folder(self.out)
         plan = [(name, dtype_name(dtype), tuple(shape)) for name, dtype, shape in tensors]
         shards = plan_shards(plan, max_shard_bytes)
         count = len(shards)

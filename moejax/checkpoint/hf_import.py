@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pathlib
 import shutil
 import time
@@ -18,6 +17,7 @@ import numpy as np
 from moejax.checkpoint import safetensors_file
 from moejax.checkpoint.hf_source import HfSource
 from moejax.checkpoint.layout import CheckpointError, named_leaves
+from moejax.checkpoint.partial import partial_folder
 from moejax.checkpoint.streamed import StreamedCheckpoint
 from moejax.config import DataConfig, RunConfig, as_dict
 from moejax.typing import PyTree
@@ -86,11 +86,12 @@ def import_hf(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty: name another folder.")
     leaf_dtypes = _leaf_dtypes(source, dtype)
-    partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
+    partial = partial_folder(out)
     try:
         partial.mkdir(parents=True)
         write_side_files(source, partial / HF_FOLDER)
         _write_step(source, partial, leaf_dtypes, on_bytes)
+        _write_config(source, partial, out)
         if out.is_dir():
             out.rmdir()
         partial.rename(out)
@@ -161,6 +162,14 @@ def _write_step(
 def size_of(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a stored tensor."""
     return math.prod(shape) * safetensors_file.DTYPES[dtype].itemsize
+
+
+def _write_config(source: HfSource, partial: pathlib.Path, out: pathlib.Path) -> None:
+    """config.json, so that `--config=OUT` trains this model; the tokenizer is the folder's own."""
+    tokenizer = str(out / HF_FOLDER) if source.folder.tokenizer_files() else "bpe"
+    config = RunConfig(model=source.cfg, data=DataConfig(tokenizer=tokenizer))
+    text = json.dumps(as_dict(config), indent=2) + "\n"
+    (partial / "config.json").write_text(text, encoding="utf-8")
 
 
 def carried_plan(source: HfSource) -> list[tuple[str, str, tuple[int, ...]]]:

@@ -20,7 +20,7 @@ from moejax.checkpoint.hf_folder import HfFolder
 from moejax.checkpoint.key_map import Index, KeyMap, Piece
 from moejax.checkpoint.layout import CheckpointError, named_leaves
 from moejax.checkpoint.safetensors_file import DTYPES
-from moejax.models.hf_config import FAMILIES, UnsupportedError, read_hf_config
+from moejax.models.hf_config import FAMILIES, UnsupportedError, num_mtp_layers, read_hf_config
 from moejax.models.hf_keys import known_names
 from moejax.models.parts import model_parts
 from moejax.typing import PyTree
@@ -28,6 +28,7 @@ from moejax.typing import PyTree
 _PACKED, _SCALE, _SCALE_INV = "_packed", "_scale", "_scale_inv"
 _BF16 = np.dtype(ml_dtypes.bfloat16)
 _FP8 = ("F8_E4M3",)
+_PLAIN = ("F32", "BF16", "F16")
 
 
 class Stored(NamedTuple):
@@ -77,7 +78,7 @@ class HfSource:
             raise self._with_tensor(error, keys) from error
         self._check_blocks()
         self.parts = model_parts(self.cfg)
-        self.map = KeyMap(self.parts, self.family.spelling)
+        self.map = KeyMap(self.parts, self.family.spelling, num_mtp_layers(self.raw_config))
         stored = _gather(keys, self.folder)
         self.carried = self._sort_out(stored, tuple(allow_unexpected))
         self.tensors = {name: s for name, s in stored.items() if name not in self._extra}
@@ -130,6 +131,11 @@ class HfSource:
                 raise CheckpointError(f"{self.folder.path}: key {name} is missing from {where}.")
             if tensor is None:
                 absent.append(name)
+            elif tensor.kind == "plain" and tensor.dtype not in _PLAIN:
+                raise CheckpointError(
+                    f"{self.folder.file_of(tensor.keys[0])}, key {name}: weights of type "
+                    f"{tensor.dtype} are not read; {', '.join(_PLAIN)}, fp8 and MXFP4 are."
+                )
             elif not self.map.fits(name, tensor.shape):
                 raise CheckpointError(
                     f"{self.folder.file_of(tensor.keys[0])}, key {name}: shape "

@@ -82,10 +82,11 @@ class KeyMap:
     Args:
       parts: the model as data; its abstract parameters and balancing state give every shape.
       spelling: the family's names.
+      num_mtp: layers behind the model's own that may be there, and are carried.
     """
 
-    def __init__(self, parts: ModelParts, spelling: Spelling):
-        self.parts, self.spelling = parts, spelling
+    def __init__(self, parts: ModelParts, spelling: Spelling, num_mtp: int = 0):
+        self.parts, self.spelling, self._num_mtp = parts, spelling, num_mtp
         self.leaves = {**named_leaves(parts.params), **named_leaves(parts.balance)}
         self._words = dataclasses.asdict(spelling)
         self._head_dim = parts.cfg.kda.head_dim
@@ -111,7 +112,8 @@ class KeyMap:
             return "mapped"
         prefix = self.spelling.prefix
         layer = re.match(re.escape(prefix) + r"model\.layers\.(\d{1,9})\.", name)
-        beyond = layer is not None and int(layer[1]) >= self.parts.num_layers
+        own = self.parts.num_layers
+        beyond = layer is not None and own <= int(layer[1]) < own + self._num_mtp
         if beyond or name.startswith(self.spelling.carried or ("\0",)):
             return "carried"
         return "carried" if name.endswith("rotary_emb.inv_freq") else "unexpected"

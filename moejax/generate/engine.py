@@ -189,6 +189,11 @@ class Generator:
             raise ConfigError(f"max_new_tokens={max_new_tokens} is not allowed: 0 or more.")
         size = self.parts.cfg.vocab_size
         for row, prompt in enumerate(prompts):
+            whole = np.ndim(prompt) == 1 and not isinstance(prompt, str)
+            if not whole or not np.issubdtype(np.asarray(prompt or [0]).dtype, np.integer):
+                raise ConfigError(
+                    f"prompt {row} is {prompt!r}: give a list of prompts, each a list of token ids."
+                )
             if not len(prompt):
                 raise ConfigError(f"prompt {row} is empty: give at least one token.")
             if not 0 <= min(prompt) <= max(prompt) < size:

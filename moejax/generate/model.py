@@ -271,7 +271,10 @@ def shifted(labels_BT: np.ndarray, segments_BT: np.ndarray) -> np.ndarray:
 
 
 def _as_rows(values: Any, name: str) -> np.ndarray:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except ValueError as error:
+        raise ConfigError(f"{name} must be rows of one length [B, T].") from error
     if array.ndim == 1:
         array = array[None]
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.integer) or not array.size:
@@ -279,6 +282,8 @@ def _as_rows(values: Any, name: str) -> np.ndarray:
             f"{name} must be whole numbers [B, T] with at least one token; given are "
             f"{array.dtype} of shape {array.shape}."
         )
+    if array.min() < -(2**31) or array.max() >= 2**31:
+        raise ConfigError(f"{name} hold {int(max(array.max(), -array.min()))}: beyond 32 bits.")
     return array.astype(np.int32)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from moejax.config import ConfigError, ModelConfig, build_section
 from moejax.models import hf_keys
+from moejax.models.hf_config_types import REALS, check_types
 from moejax.models.hf_keys import Spelling
 
 _ROPED = {"mla.rope": "interleaved", "mla.output_gate": "none"}
@@ -157,6 +158,14 @@ _OUTER = set(_SILENT) | {
 }  # fmt: skip
 
 
+_COUNTS = {
+    name for key in (*KEYS, *_LINEAR_KEYS, *_DSA_KEYS) for name in key[:2] if name not in REALS
+} | {
+    "num_local_experts", "short_conv_kernel_size", "num_key_value_heads", "max_position_embeddings",
+    "original_max_position_embeddings", "num_nextn_predict_layers",
+}  # fmt: skip
+
+
 class UnsupportedError(ConfigError):
     """A model with a part that moejax does not have; `key` is the first that says so."""
 
@@ -190,6 +199,7 @@ def read_hf_config(raw: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     family = FAMILIES.get(str(model_type))
     if family is None or family.nested != (text is not raw):
         raise UnsupportedError("model_type", model_type, "an unknown family", model_type)
+    check_types(text, _COUNTS)
     for key, allowed in _MUST_BE.items():
         if text.get(key) not in allowed:
             why = f"only {allowed[0]!r} is there"
@@ -269,8 +279,11 @@ def _rope(text: Mapping[str, Any], family: Family, model_type: Any) -> dict[str,
         rope = "half"
     section = text.get("rope_parameters") or text.get("rope_scaling") or {}
     name = "rope_parameters" if text.get("rope_parameters") else "rope_scaling"
+    for key, value in section.items():
+        if key not in _ROPE_KEYS and value is not None:
+            raise UnsupportedError(f"{name}.{key}", value, "no rotation here has it", model_type)
     kind = section.get("rope_type", section.get("type", "default"))
-    theta = section.get("rope_theta", text.get("rope_theta", 10000.0))
+    theta = section.get("rope_theta") or text.get("rope_theta") or 10000.0
     out = {"mla.rope": rope, "mla.rope_theta": float(theta)}
     if kind == "default":
         return out
@@ -281,7 +294,28 @@ def _rope(text: Mapping[str, Any], family: Family, model_type: Any) -> dict[str,
         "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "mscale": "yarn_mscale",
         "mscale_all_dim": "yarn_mscale_all_dim",
     }  # fmt: skip
-    return out | {f"mla.{ours}": section[key] for key, ours in numbers.items() if key in section}
+    section = dict(section)
+    if section.get("original_max_position_embeddings") is None:
+        section["original_max_position_embeddings"] = text.get("max_position_embeddings")
+    for key in ("factor", "original_max_position_embeddings"):
+        if section.get(key) is None:
+            raise ConfigError(f"config.json: {name} of type yarn has no {key}.")
+    return out | {
+        f"mla.{ours}": section[key] for key, ours in numbers.items() if section.get(key) is not None
+    }
+
+
+_ROPE_KEYS = (
+    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings", "beta_fast",
+    "beta_slow", "mscale", "mscale_all_dim",
+)  # fmt: skip
+
+
+def num_mtp_layers(raw: Mapping[str, Any]) -> int:
+    """Multi-token-prediction layers that a checkpoint may hold behind the model's own."""
+    inner = raw.get("text_config")
+    text = inner if isinstance(inner, Mapping) else raw
+    return text.get("num_nextn_predict_layers") or 0
 
 
 def _layers(

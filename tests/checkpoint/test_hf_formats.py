@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import os
+import re
 import shutil
 
 import ml_dtypes
@@ -16,6 +18,7 @@ from moejax.checkpoint.hf_import import import_hf
 from moejax.checkpoint.hf_source import HfSource
 from moejax.checkpoint.key_map import KeyMap
 from moejax.checkpoint.layout import named_leaves
+from moejax.config import ConfigError
 from moejax.config.load import load_config
 from moejax.models.hf_config import FAMILIES, read_hf_config
 from moejax.models.hf_config_write import first_difference, write_hf_config
@@ -46,6 +49,9 @@ def test_parts_that_are_not_computed_are_carried(tmp_path):
     folder = tmp_path / "src"
     shutil.copytree(FOLDER / "k3_text", folder, ignore=shutil.ignore_patterns("grads*", "cases*"))
     tensors = load_file(folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    raw["text_config"]["num_nextn_predict_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(raw))
     mtp = "language_model.model.layers.6."
     rng = np.random.default_rng(0)
     tensors[mtp + "eh_proj.weight"] = rng.standard_normal((32, 64)).astype(ml_dtypes.bfloat16)
@@ -150,7 +156,7 @@ def test_both_spellings_of_a_config_are_one_model(name):
 def test_every_key_of_kimi_k3_is_accounted_for():
     """497,220 keys: 69 KDA layers, 24 MLA layers, 92 x 896 experts in codes, vision, projector."""
     parts = model_parts(load_config("kimi_k3", {}).model)
-    keys = KeyMap(parts, FAMILIES["kimi_k3"].spelling)
+    keys = KeyMap(parts, FAMILIES["kimi_k3"].spelling, num_mtp=1)
     names = list(keys.entries)
     routed = [name for name in names if ".experts." in name]
     assert len(routed) == 92 * 896 * 3
@@ -163,7 +169,8 @@ def test_every_key_of_kimi_k3_is_accounted_for():
     first = keys.entries["language_model.model.layers.3.self_attn.q_b_proj.weight"]
     assert first.shape == (18432, 1536)
     assert keys.kind("language_model.model.layers.93.eh_proj.weight") == "carried"
-    assert keys.kind("language_model.model.layers.92.eh_proj.weight") == "unexpected"
+    for layer in (92, 94):
+        assert keys.kind(f"language_model.model.layers.{layer}.eh_proj.weight") == "unexpected"
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -280,3 +287,69 @@ def test_other_packings_are_refused(tmp_path):
         (src / "config.json").write_text(json.dumps(raw))
         with pytest.raises(CheckpointError, match=message):
             HfSource(src)
+
+
+def source_of(tmp_path, change):
+    """deepseek_v3 with its config changed."""
+    raw = json.loads((FOLDER / "deepseek_v3" / "config.json").read_text())
+    change(raw)
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    shutil.copyfile(FOLDER / "deepseek_v3" / "model.safetensors", tmp_path / "model.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"num_nextn_predict_layers": 0, "num_hidden_layers": 3}, r"model\.layers\.3\..*: no part"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is not allowed"),
+        ({"first_k_dense_replace": 10**30}, "first_k_dense_replace=1000000"),
+        ({"num_hidden_layers": "4"}, "num_hidden_layers='4' is not allowed: .* whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 is not allowed"),
+        ({"hidden_size": True}, "hidden_size=True is not allowed"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5' is not allowed: it must be a number"),
+        ({"rope_parameters": [1]}, "rope_parameters=.*must be an object"),
+        ({"rope_parameters": {"rope_theta": [1]}}, "rope_parameters.rope_theta=.*a number"),
+        ({"norm_topk_prob": "false"}, "norm_topk_prob='false' .* true or false"),
+        ({"hidden_act": ["silu"]}, "hidden_act=.*a word"),
+        ({"layer_types": 3}, "layer_types=3 .* list of words"),
+        ({"routed_scaling_factor": None}, "key routed_scaling_factor is missing"),
+        ({"num_experts_per_tok": None}, "num_experts_per_token or num_experts_per_tok is missing"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "attention_factor": 3.0}},
+            r"key rope_parameters\.attention_factor=3\.0 is not supported",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "of type yarn has no factor"),
+    ],
+)
+def test_config_keys_of_the_wrong_kind_are_one_line(changes, message, tmp_path):
+    with pytest.raises(ConfigError, match=message) as error:
+        HfSource(source_of(tmp_path, lambda raw: raw.update(changes)))
+    assert "\n" not in str(error.value)
+
+
+def test_yarn_without_a_length_starts_at_the_models(tmp_path):
+    yarn = {"rope_parameters": {"rope_type": "yarn", "factor": 4}}
+    cfg = HfSource(source_of(tmp_path, lambda raw: raw.update(yarn))).cfg
+    assert (cfg.mla.yarn_factor, cfg.mla.yarn_original_length) == (4.0, 256)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int32])
+def test_weights_of_other_types_are_refused(dtype, tmp_path):
+    source_of(tmp_path, lambda raw: None)
+    tensors = load_file(tmp_path / "model.safetensors")
+    key = "model.layers.1.mlp.experts.2.up_proj.weight"
+    tensors[key] = tensors[key].astype(dtype)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"{re.escape(key)}: weights of type [FI]"):
+        HfSource(tmp_path)
+
+
+def test_what_a_killed_import_left_goes_with_the_next(tmp_path):
+    dead, alive = tmp_path / "out.partial-999999999", tmp_path / f"out.partial-{os.getppid()}"
+    dead.mkdir()
+    alive.mkdir()
+    import_hf(FOLDER / "deepseek_v3", tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", alive.name]
+    cfg = load_config(tmp_path / "out", {})
+    assert not first_difference(cfg.model, HfSource(FOLDER / "deepseek_v3").cfg)

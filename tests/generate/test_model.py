@@ -94,6 +94,8 @@ def test_positions_say_where_documents_begin():
         (([[0, 500]],), "token_ids hold 500; tokens of this model are 0 to 127"),
         (([[0, -1]],), "token_ids hold -1"),
         (([[0.5]],), "must be whole numbers"),
+        (([[1, 2**40]],), "token_ids hold 1099511627776: beyond 32 bits"),
+        (([[1], [1, 2]],), "must be rows of one length"),
         (([[1, 2]], [[2, 1]]), "segment_ids must not fall"),
         (([[1, 2]], [[1]]), "segment_ids have shape"),
         (([[1, 2, 3]], None, [[0, 1, 3]]), "row 0 goes from 1 to 3 at token 2"),
