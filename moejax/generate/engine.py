@@ -190,7 +190,9 @@ class Generator:
         size = self.parts.cfg.vocab_size
         for row, prompt in enumerate(prompts):
             whole = np.ndim(prompt) == 1 and not isinstance(prompt, str)
-            if not whole or not np.issubdtype(np.asarray(prompt or [0]).dtype, np.integer):
+            if not whole or not np.issubdtype(
+                np.asarray(prompt if len(prompt) else [0]).dtype, np.integer
+            ):
                 raise ConfigError(
                     f"prompt {row} is {prompt!r}: give a list of prompts, each a list of token ids."
                 )
