@@ -123,7 +123,7 @@ def test_a_loss_that_is_not_a_number(moejax, run_dir, tmp_path):
     ("argv", "says"),
     [
         (["trian"], "unknown command 'trian'. Did you mean train? Commands: train, eval"),
-        (["train", "--workdir=x"], "--config is needed: one of base, deepseek_v32"),
+        (["train", "--workdir=x"], "--config is needed: one of base, deepseek_v3"),
         (["train", "--config=tiny"], "--workdir is needed"),
         (["train", "--config=tinny", "--workdir=x"], "Did you mean tiny?"),
         (["train", "--confg=tiny"], "unknown option '--confg=tiny'; nearest: --config"),
