@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -13,7 +13,7 @@ import numpy as np
 
 from moejax.checkpoint import quant
 from moejax.checkpoint.hf_folder import HfWriter
-from moejax.checkpoint.hf_import import HF_FOLDER, MANIFEST, size_of
+from moejax.checkpoint.hf_import import CARRIED, HF_FOLDER, MANIFEST, OnBytes, size_of
 from moejax.checkpoint.key_map import Entry, KeyMap
 from moejax.checkpoint.layout import CheckpointError, locate, named_leaves, steps_in
 from moejax.checkpoint.leaf_reader import LeafReader
@@ -29,8 +29,6 @@ EXPERTS = ("source", "float32", "bfloat16", "mxfp4")
 _NAMES = {"float32": "F32", "bfloat16": "BF16"}
 _NUMPY = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16)}
 _NUMPY["F16"] = np.dtype(np.float16)
-
-OnBytes = Callable[[int, int, str], Any]
 
 
 class ExportReport(NamedTuple):
@@ -150,7 +148,7 @@ def _origin(side: pathlib.Path, cfg: ModelConfig) -> tuple[dict[str, Any], dict[
 
 
 def _carried_of(side: pathlib.Path) -> SafetensorsFile | None:
-    path = side / "carried.safetensors"
+    path = side / CARRIED
     return SafetensorsFile(path) if path.is_file() else None
 
 

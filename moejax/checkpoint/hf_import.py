@@ -24,6 +24,7 @@ from moejax.typing import PyTree
 
 HF_FOLDER = "hf"  # in a workdir: what export needs beside the weights
 MANIFEST = "manifest.json"
+CARRIED = "carried.safetensors"
 DTYPES: Mapping[str, Any] = {
     "auto": None, "float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }  # fmt: skip

@@ -11,12 +11,11 @@ import jax
 import numpy as np
 
 from moejax.checkpoint import layout, reader
-from moejax.checkpoint.hf_import import HF_FOLDER, carry_to, write_side_files
+from moejax.checkpoint.hf_import import CARRIED, HF_FOLDER, carry_to, write_side_files
 from moejax.checkpoint.hf_source import HfSource
 from moejax.checkpoint.streamed import carried_file
 from moejax.config import ModelConfig, RunConfig, build_section
 
-CARRIED = "carried.safetensors"
 Leaves = Mapping[str, jax.ShapeDtypeStruct]  # `params/...` and `balance/...` by path
 
 
@@ -46,8 +45,8 @@ def open_weights(path: str | pathlib.Path) -> Weights:
 
 
 def is_hf_folder(path: pathlib.Path) -> bool:
-    """Whether a folder holds weights in the published form."""
-    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
+    """Whether a folder is a model in a published format and no workdir of ours."""
+    return (path / "config.json").is_file() and not layout.steps_in(path / layout.SUBDIR)
 
 
 class CheckpointWeights:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-
 import rich.console
 import rich.progress as bars
 
@@ -63,14 +61,11 @@ class ByteBar:
         self._task = self._bar.add_task("", total=None)
 
     def __enter__(self) -> ByteBar:
-        # A scheduler's SIGTERM ends as Ctrl-C does: what is half-written is taken back.
-        self._before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
-        signal.signal(signal.SIGTERM, self._before)
 
     def update(self, done: int, total: int, name: str = "") -> None:
         """Shows so many bytes of so many."""

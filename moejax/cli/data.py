@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from moejax.cli.bars import ByteBar
 from moejax.cli.flags import Parser, add_config, required_config
 from moejax.cli.tables import Column, print_table, say
 from moejax.config import ConfigError
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     from moejax.data import prepare
 
     began = time.perf_counter()
-    with _Bar(enabled=cfg.log.progress) as bar:
+    with ByteBar("tokenising", enabled=cfg.log.progress) as bar:
         reports = prepare(cfg.data, out, workers=workers, progress=bar.update)
     seconds = time.perf_counter() - began
     found = {"seconds": seconds, "sources": [report.as_json() for report in reports]}
@@ -82,38 +83,6 @@ def _count(text: str) -> int:
     if not text.isdigit() or int(text) > 1024:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of processes from 0 to 1024")
     return int(text)
-
-
-class _Bar:
-    """A bar of bytes, speed and time left on a terminal; nothing anywhere else."""
-
-    def __init__(self, enabled: bool):
-        import rich.console
-        import rich.progress as bars
-
-        console = rich.console.Console(stderr=True)
-        self._bar = bars.Progress(
-            bars.TextColumn("tokenising"),
-            bars.BarColumn(bar_width=24),
-            bars.DownloadColumn(),
-            bars.TransferSpeedColumn(),
-            bars.TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not (enabled and console.is_terminal),
-        )
-        self._task = self._bar.add_task("", total=None)
-
-    def __enter__(self) -> _Bar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def update(self, done: int, total: int) -> None:
-        """Shows so many bytes of so many."""
-        self._bar.update(self._task, completed=done, total=total)
 
 
 def _print_reports(reports: list[Report], out: pathlib.Path, seconds: float) -> None:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from moejax.cli.bars import ByteBar
-from moejax.cli.flags import Parser, add_source
+from moejax.cli.flags import Parser, add_source, sigterm_as_interrupt
 from moejax.cli.tables import say, size
 from moejax.config import ConfigError
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
     from moejax.checkpoint.hf_export import export_hf
 
-    with ByteBar("exporting") as bar:
+    with sigterm_as_interrupt(), ByteBar("exporting") as bar:
         report = export_hf(
             options.CKPT, options.out, dtype=options.dtype, experts=options.experts,
             max_shard_bytes=read_size(options.shard_size), on_bytes=bar.update,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
+import signal
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
 from moejax.config import ConfigError, RunConfig, flat_names, nearest
@@ -89,6 +91,16 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         else:
             raise ConfigError(f"{word} needs a value: {word}=VALUE.")
     return rest, overrides
+
+
+@contextlib.contextmanager
+def sigterm_as_interrupt() -> Iterator[None]:
+    """A scheduler's SIGTERM ends as Ctrl-C does: what is half-written is taken back."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def add_source(parser: Parser, name: str, help: str) -> None:

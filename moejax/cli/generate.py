@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pathlib
 import sys
-import tempfile
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -213,12 +211,6 @@ def write_lines(lines: list[dict[str, Any]], output: str | None) -> None:
     if not output:
         sys.stdout.write(text)
         return
-    path = pathlib.Path(output).absolute()
-    handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    from moejax.data.tokenize import write_at_once
+
+    write_at_once(pathlib.Path(output).absolute(), text)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 from moejax.cli.bars import ByteBar
-from moejax.cli.flags import Parser, add_source
+from moejax.cli.flags import Parser, add_source, sigterm_as_interrupt
 from moejax.cli.tables import say, size
 from moejax.config import ConfigError
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
     from moejax.checkpoint.hf_import import import_hf
 
-    with ByteBar("importing") as bar:
+    with sigterm_as_interrupt(), ByteBar("importing") as bar:
         report = import_hf(
             options.SRC, options.out, dtype=options.dtype, allow=options.allow, on_bytes=bar.update
         )

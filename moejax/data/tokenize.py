@@ -156,7 +156,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, path: str | os.PathLike[str
         show_progress=False,
     )
     hf.train_from_iterator((part for text in texts for part in _learned_parts(text)), trainer)
-    _write_at_once(Path(path), hf.to_str(pretty=True))
+    write_at_once(Path(path), hf.to_str(pretty=True))
     return HfTokenizer(path)
 
 
@@ -168,7 +168,8 @@ def _learned_parts(text: str) -> Iterator[str]:
         yield from _PARTS.findall(text)
 
 
-def _write_at_once(path: Path, text: str) -> None:
+def write_at_once(path: Path, text: str) -> None:
+    """Writes a text file that appears whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

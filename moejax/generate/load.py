@@ -15,18 +15,18 @@ from jax.sharding import PartitionSpec as P
 from moejax.checkpoint import Checkpoints, has_part, locate, read_config
 from moejax.checkpoint.hf_source import HfSource
 from moejax.checkpoint.layout import named_leaves, steps_in
+from moejax.checkpoint.weights import is_hf_folder
 from moejax.config import MeshConfig, RunConfig
 from moejax.config.load import as_run_config
 from moejax.data import ByteTokenizer, Tokenizer, load_tokenizer
 from moejax.generate.model import LanguageModel
+from moejax.layers.param import is_kept_float32
 from moejax.models.parts import ModelParts, model_parts
 from moejax.optim import build_optimizer, ema_params, state_shardings
 from moejax.partitioning import make_mesh, shardings_for
 from moejax.typing import PyTree
 
 _TOKENIZER_FILES = ("tokenizer.json", "tiktoken.model")
-# Parameters that stay in float32 whatever the others are held in.
-_FLOAT32 = ("a_log", "dt_bias", "q_conv", "k_conv", "v_conv", "o_norm")
 
 
 def load(
@@ -69,11 +69,6 @@ def load(
     )
 
 
-def is_hf_folder(path: pathlib.Path) -> bool:
-    """Whether a folder is a model in a published format and no workdir of ours."""
-    return (path / "config.json").is_file() and not steps_in(path / "checkpoints")
-
-
 def _restore(
     where: pathlib.Path, cfg: RunConfig, parts: ModelParts, mesh: Mesh, dtype: Any
 ) -> tuple[PyTree, PyTree]:
@@ -100,7 +95,8 @@ def _abstract(parts: ModelParts, mesh: Mesh, dtype: Any) -> tuple[PyTree, PyTree
     """Shapes, types and shardings of the parameters and the balancing state."""
     leaves = [
         jax.ShapeDtypeStruct(
-            leaf.shape, jnp.float32 if name.endswith(_FLOAT32) else jnp.dtype(dtype)
+            leaf.shape,
+            jnp.float32 if is_kept_float32(name.replace("/", ".")) else jnp.dtype(dtype),
         )
         for name, leaf in named_leaves(parts.params).items()
     ]
