@@ -358,6 +358,8 @@ def get_config() -> ConfigDict:
     # write TensorBoard events too
     c.log.tensorboard = True
     # show a progress bar
+    # steps whose tokens of each expert are summed in a line of expert_loads.jsonl; 0 = none [>= 0]
+    c.log.loads_every = 10
     c.log.progress = True
 
     c.profile = ConfigDict()

@@ -21,4 +21,5 @@ def get_config():
     c.train.num_steps, c.train.compute_dtype, c.train.remat = 100_000, "bfloat16", "full"
     c.mesh.fsdp, c.mesh.expert = -1, 64
     c.checkpoint.every = c.eval.every = 1000
+    c.log.loads_every = 100  # a line is 0.27 MB
     return c

@@ -265,6 +265,7 @@ class LogConfig(Section):
     _path = "log."
     every: int = setting(1, ge=1)
     tensorboard: bool = setting(True)
+    loads_every: int = setting(10, ge=0)
     progress: bool = setting(True)
 
 

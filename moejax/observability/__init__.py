@@ -1,5 +1,6 @@
 """What a person sees of a run: metrics, progress, traces, pictures, a summary (level 5)."""
 
+from moejax.observability.loads import LoadLog, Loads, read_loads
 from moejax.observability.metrics import DeadExperts, MetricsLog, read_metrics
 from moejax.observability.peak import peak_flops, peak_memory_bytes
 from moejax.observability.profile import StepProfiler
@@ -9,6 +10,8 @@ from moejax.observability.writers import MetricsWriter, TensorBoard, Writers, op
 
 __all__ = [
     "DeadExperts",
+    "LoadLog",
+    "Loads",
     "MetricsLog",
     "MetricsWriter",
     "Progress",
@@ -20,5 +23,6 @@ __all__ = [
     "peak_flops",
     "peak_memory_bytes",
     "print_summary",
+    "read_loads",
     "read_metrics",
 ]

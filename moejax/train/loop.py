@@ -13,7 +13,7 @@ from moejax.checkpoint import Checkpoints
 from moejax.config import as_dict
 from moejax.data import TrainIterator
 from moejax.models.flops import train_flops_per_token
-from moejax.observability import DeadExperts, Progress, StepProfiler, Writers, peak_flops
+from moejax.observability import DeadExperts, LoadLog, Progress, StepProfiler, Writers, peak_flops
 from moejax.optim import ema_params
 from moejax.train.compile import Compiled, compile_once
 from moejax.train.diagnose import NonFiniteError, first_bad_tensor
@@ -42,6 +42,7 @@ class Loop:
         self, program: Program, state: TrainState, iterator: TrainIterator, evaluator: Evaluator,
         checkpoints: Checkpoints, writers: Writers, progress: Progress, profiler: StepProfiler,
         tokens: int, *, sets: Mapping[str, Evaluator] | None = None, samples: Samples | None = None,
+        loads: LoadLog | None = None,
     ):  # fmt: skip
         self.program, self.state, self.iterator, self.evaluator = (
             program,
@@ -55,7 +56,7 @@ class Loop:
             progress,
             profiler,
         )
-        self.sets, self.samples = dict(sets or {}), samples
+        self.sets, self.samples, self.loads = dict(sets or {}), samples, loads
         self.cfg = program.cfg
         self.start_step = int(state.step)
         self.tokens = tokens
@@ -190,6 +191,8 @@ class Loop:
             row["moe_dropped"] = np.asarray(host["dropped"]).tolist()
             row["moe_rounds"] = np.asarray(host["rounds"]).tolist()
             row["dead_experts"] = self.dead.update(step, host["load"]).tolist()
+            if self.loads is not None:
+                self.loads.add(step, host["load"])
         for name in ("indexer_kl", "aux_loss", "max_logit"):
             if name in host:
                 row[name] = np.asarray(host[name]).tolist()
@@ -250,6 +253,8 @@ class Loop:
 
     def save(self, step: int) -> None:
         """Saves everything a resumed run needs to repeat the same bits."""
+        if self.loads is not None:
+            self.loads.flush()  # no record spans a step from which a run may go on
         position = {"data": self.iterator.get_state(), "tokens": self.tokens}
         metrics = {
             k: v for k, v in self.last.items() if k in ("eval_loss", "loss") and v is not None

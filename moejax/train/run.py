@@ -27,7 +27,14 @@ from moejax.data import (
     make_eval_sets,
     make_train_iterator,
 )
-from moejax.observability import Progress, RunSummary, StepProfiler, open_writers, print_summary
+from moejax.observability import (
+    LoadLog,
+    Progress,
+    RunSummary,
+    StepProfiler,
+    open_writers,
+    print_summary,
+)
 from moejax.observability.plots import plot_run
 from moejax.partitioning import make_mesh
 from moejax.train.compile import enable_cache
@@ -148,6 +155,7 @@ def _train(
     profiler = StepProfiler(cfg.profile, workdir, say)
     samples = None
     if cfg.samples.prompts:
+    loads = _open_loads(program, workdir, first_step=start + 1)
         samples = Samples(program, tokenizer, workdir, writers, first_step=start + 1)
     try:
         with (
@@ -160,6 +168,7 @@ def _train(
             )  # fmt: skip
             del state  # the loop donates it
             say(f"compiling the step for {_shape_of(mesh)} ...")
+                loads=loads,
             outcome = loop.run(stop)
     finally:
         profiler.close()
@@ -170,6 +179,8 @@ def _train(
         checkpoints.close()
     newest = checkpoints.latest_step()
     where = checkpoints.path(newest) if newest is not None else None
+        if loads is not None:
+            loads.close()
     result = TrainResult(dict(loop.last), where, int(loop.state.step), outcome, stop.signum)
     if jax.process_index():
         return result, None
@@ -200,6 +211,17 @@ def restore_or_init(
 def check_writable(workdir: pathlib.Path) -> None:
     """Raises ConfigError when nothing can be written below `workdir`; changes nothing."""
     place = workdir
+def _open_loads(program: Program, workdir: pathlib.Path, *, first_step: int) -> LoadLog | None:
+    """The record of the experts' loads, where there are experts and the config wants it."""
+    layers, cfg = program.parts.moe_layers(), program.cfg
+    if not layers or not cfg.log.loads_every or jax.process_index():
+        return None
+    return LoadLog(
+        workdir, layers, cfg.model.moe.num_experts,
+        every=cfg.log.loads_every, first_step=first_step,
+    )  # fmt: skip
+
+
     while not place.exists() and place != place.parent:
         place = place.parent
     if not place.is_dir():
