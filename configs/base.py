@@ -317,6 +317,9 @@ def get_config() -> ConfigDict:
     c.train.trainable = ()
     # dtype that the untrained parameters are stored in [one of 'float32', 'bfloat16']
     c.train.frozen_dtype = "float32"
+    # before the first step, the expert exchange on these devices against 'local'; auto = where
+    # experts lie on several devices [one of 'auto', 'on', 'off']
+    c.train.self_check = "auto"
 
     c.eval = ConfigDict()
     # steps between evaluations; 0 = only at the end [>= 0]

@@ -218,6 +218,7 @@ class TrainConfig(Section):
     stop_at: int = setting(-1, ge=-1)
     trainable: tuple = setting((), items=str)
     frozen_dtype: str = setting("float32", choices=("float32", "bfloat16"))
+    self_check: str = setting("auto", choices=("auto", "on", "off"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

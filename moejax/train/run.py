@@ -44,6 +44,7 @@ from moejax.train.lock import sole_run
 from moejax.train.loop import Loop
 from moejax.train.report import last_metrics, summarize
 from moejax.train.samples import Samples
+from moejax.train.self_check import self_check
 from moejax.train.signals import StopRequest
 from moejax.train.state import (
     Program,
@@ -90,7 +91,8 @@ def run(
         for the commands that the summary proposes; without a name they name the config that the
         run has written.
     Raises:
-      ConfigError: settings, data or checkpoint that cannot be used; nothing was changed.
+      ConfigError: settings, data or checkpoint that cannot be used, or an expert exchange that is
+        wrong on these devices; nothing was changed.
     """
     began = time.perf_counter()
     workdir = pathlib.Path(workdir)
@@ -104,6 +106,7 @@ def run(
     if latest is not None and latest >= cfg.train.num_steps:
         return _already_finished(cfg, workdir, checkpoints, latest)
     with sole_run(workdir):
+        self_check(cfg, program.mesh, _say)
         result, summary = _train(program, workdir, corpora, checkpoints)
         if summary is not None:
             summary = dataclasses.replace(

@@ -51,7 +51,7 @@ SMALL: dict[str, Any] = {
     "data.seq_len": 64, "data.batch_size": 8,
     "optim.name": "muon", "optim.lr": 0.02, "optim.adam_lr": 0.004, "optim.weight_decay": 0.1,
     "optim.schedule": "constant", "optim.warmup_fraction": 0.0, "optim.clip_norm": 1.0,
-    "train.num_steps": STEPS, "train.accumulation": 1,
+    "train.num_steps": STEPS, "train.accumulation": 1, "train.self_check": "off",
     "eval.every": 8, "eval.batches": 2, "eval.batch_size": 8,
     "checkpoint.every": 2, "checkpoint.keep": 2, "checkpoint.keep_every": 8,
     "log.progress": False,
