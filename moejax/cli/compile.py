@@ -18,6 +18,7 @@ EXAMPLES = (
     "moejax compile --config=tiny --hardware=cpu:8",
     "moejax compile --config=kimi_linear_48b --hardware=h200:8x8",
     "moejax compile --config=kimi_k31 --hardware=v5p:4x4x8 --config.mesh.fsdp=2 --json",
+    "moejax compile --config=kimi_linear_48b --hardware='v5p:4x4x4*2' --config.mesh.dcn.fsdp=2",
 )
 _DOES_NOT_FIT = 3
 
@@ -60,7 +61,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--hardware", metavar="NAME:SHAPE",
         help="h100, h200, b200 as hosts x GPUs (h200:16x8); v5p, v6e, tpu7x by topology in chips "
-        "(v5p:4x4x8); cpu:8 for simulated devices",
+        "(v5p:4x4x8; v5p:4x4x8*2 for two slices); cpu:8 for simulated devices",
     )  # fmt: skip
     parser.add_argument(
         "--buffers", type=positive, metavar="N",
@@ -88,12 +89,14 @@ def as_json(name: str, report: CompileReport) -> dict[str, Any]:
 
 def print_report(name: str, report: CompileReport) -> None:
     """What was compiled, then memory, collectives and the least time of a step; `fits` last."""
-    mesh = " x ".join(f"{axis}={n}" for axis, n in report.mesh.items() if n > 1) or "one device"
-    say(f"train step of {name} on {report.devices} x {report.device} ({mesh})", bold=True)
+    say(f"train step of {name} on {report.devices} x {report.device} ({report.links})", bold=True)
     print_table([Column(), Column(right=True), Column(dim=True)], _facts(report))
     if report.collectives:
         say("")
-        say("collectives of a device and step", bold=True)
+        say(
+            "collectives: what a device sends in a step inside hosts or slices, and between them",
+            bold=True,
+        )
         _print_collectives(report)
     if report.buffers:
         say("")
@@ -130,16 +133,18 @@ def _facts(report: CompileReport) -> list[list[str]]:
 
 
 def _print_collectives(report: CompileReport) -> None:
-    header = ["kind", "mesh axes", "group", "count", "operands", "sent", ""]
+    header = ["kind", "mesh axes", "group", "count", "operands", "inside", "between", ""]
     rows = [
         [
             row.kind, row.axes, str(row.group), f"{row.count:,}", _gib(row.operand_bytes),
-            _gib(row.sent_bytes), "one pass of a loop of unknown length" if row.open_loop else "",
+            _gib(row.link_bytes), _gib(row.network_bytes),
+            "one pass of a loop of unknown length" if row.open_loop else "",
         ]
         for row in report.collectives
     ]  # fmt: skip
     right = Column(right=True)
-    print_table([Column(), Column(), right, right, right, right, Column(dim=True)], rows, header)
+    columns = [Column(), Column(), right, right, right, right, right, Column(dim=True)]
+    print_table(columns, rows, header)
 
 
 def _times(report: CompileReport) -> list[list[str]]:

@@ -75,7 +75,11 @@ class MeshConfig(Section):
         for axis, n in sizes.items():
             across = getattr(self.dcn, axis)
             if n % across:
-                raise ConfigError(f"mesh.dcn.{axis}={across} does not divide mesh.{axis}={n}.")
+                fitting = ", ".join(str(k) for k in range(1, n + 1) if n % k == 0)
+                raise ConfigError(
+                    f"mesh.dcn.{axis}={across} does not divide mesh.{axis}={n}. "
+                    f"Use one of {fitting}."
+                )
         return sizes
 
 

@@ -1,6 +1,6 @@
 """Mesh, sharding tables, and every collective of the project (level 1)."""
 
-from moejax.partitioning.mesh import make_mesh, num_batch_shards
+from moejax.partitioning.mesh import describe_mesh, make_mesh, near_devices, num_batch_shards
 from moejax.partitioning.param_info import ParamInfo
 from moejax.partitioning.rules import BATCH_AXES, COMPUTE, STORED, fit_spec, spec_for
 from moejax.partitioning.shard import (
@@ -19,8 +19,10 @@ __all__ = [
     "active_mesh",
     "batch_local",
     "constrain",
+    "describe_mesh",
     "fit_spec",
     "make_mesh",
+    "near_devices",
     "num_batch_shards",
     "shardings_for",
     "spec_for",

@@ -14,18 +14,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh
 
 from moejax.config import ConfigError, RunConfig
 from moejax.models.flops import train_flops_per_token
 from moejax.observability.peak import peak_flops
-from moejax.partitioning import make_mesh, num_batch_shards
+from moejax.partitioning import describe_mesh, make_mesh, near_devices, num_batch_shards
 from moejax.planner.buffers import DUMP_OPTIONS, Buffer, peak_buffers
 from moejax.planner.collectives import Collective, count_collectives
 from moejax.planner.hardware import Hardware, num_chips, target_config
-from moejax.planner.roofline import Roofline, hardware_flops, hbm_bytes, roofline
+from moejax.planner.roofline import Roofline, hardware_flops, hbm_bytes, roofline, with_links
 from moejax.train.compile import Compiled, compile_once
 from moejax.train.state import Program, TrainState, build_program
 from moejax.train.step import batch_sharding, train_step
@@ -68,6 +66,7 @@ class CompileReport:
       device: kind of a device.
       devices: how many.
       mesh: axis -> size.
+      links: the mesh in words: over which links each axis goes.
       rows, seq_len: sequences of a step and their length.
       compile_s: seconds of tracing, lowering and compiling.
       host_bytes: largest resident memory of this process so far.
@@ -83,6 +82,7 @@ class CompileReport:
     device: str
     devices: int
     mesh: dict[str, int]
+    links: str
     rows: int
     seq_len: int
     compile_s: float
@@ -126,7 +126,8 @@ def absent_devices(hardware: Hardware) -> list[Any]:
         if hardware.chip.platform == "tpu":
             for name, value in _LIBTPU_ALONE.items():
                 os.environ.setdefault(name, value)
-            described = topologies.get_topology_desc(hardware.name, platform="tpu")
+            slices = {"num_slices": hardware.slices} if hardware.slices > 1 else {}
+            described = topologies.get_topology_desc(hardware.topology, platform="tpu", **slices)
         else:
             hosts, gpus = hardware.shape
             described = topologies.get_topology_desc(
@@ -185,13 +186,17 @@ def compile_for(
     bound = None
     if compiled is not None:
         hlo = compiled.call.as_text()  # type: ignore[attr-defined]
-        collectives = tuple(count_collectives(hlo, dict(program.mesh.shape)))
+        near = near_devices(program.mesh, cfg.mesh)
+        collectives = tuple(
+            with_links(row, near) for row in count_collectives(hlo, dict(program.mesh.shape))
+        )
         bound = _bound(program, hardware, memory, collectives, flops)
     return CompileReport(
         hardware=hardware.name,
         device=hardware.chip.kind,
         devices=len(devices),
         mesh=dict(program.mesh.shape),
+        links=describe_mesh(program.mesh, cfg.mesh),
         rows=cfg.data.batch_size,
         seq_len=cfg.data.seq_len,
         compile_s=seconds,
@@ -287,27 +292,9 @@ def _bound(
             cfg.train.accumulation, memory.arguments + memory.outputs, memory.temporaries,
         ),
         collectives=collectives,
-        near=near_devices(mesh),
         chip=hardware.chip,
         peak_flops=peak_flops(mesh.devices.flat[0], cfg.train.compute_dtype)[0],
     )  # fmt: skip
-
-
-def near_devices(mesh: Mesh) -> dict[str, int]:
-    """Along each axis, how many devices share a host (GPUs) or a slice (TPUs)."""
-
-    def place(device: Any) -> int:
-        slice_index = getattr(device, "slice_index", None)
-        if device.platform == "tpu":
-            return slice_index or 0
-        return device.process_index
-
-    places = np.vectorize(place, otypes=[int])(mesh.devices)
-    near = {}
-    for i, axis in enumerate(mesh.axis_names):
-        line = np.moveaxis(places, i, 0).reshape(places.shape[i], -1)[:, 0]
-        near[axis] = int(np.sum(line == line[0]))
-    return near
 
 
 def host_bytes() -> int:

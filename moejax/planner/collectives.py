@@ -36,6 +36,8 @@ class Collective:
         whole send buffer, which is a bound.
       sent_bytes: bytes that a device must send to others.
       open_loop: it stands in a loop of unknown length and is counted for one pass.
+      link_bytes, network_bytes: of the sent bytes those inside a host or slice, and those between
+        them, each as the roofline takes them.
     """
 
     kind: str
@@ -45,6 +47,8 @@ class Collective:
     operand_bytes: int
     sent_bytes: int
     open_loop: bool = False
+    link_bytes: int = 0
+    network_bytes: int = 0
 
 
 class _Instruction(NamedTuple):

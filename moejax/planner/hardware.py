@@ -120,21 +120,31 @@ class Hardware:
     Attributes:
       name: as it was written, `h200:16x8`.
       chip: kind of its devices.
-      shape: (hosts, GPUs a host), the TPU topology, or (devices,) of the CPU.
+      shape: (hosts, GPUs a host), the TPU topology of a slice, or (devices,) of the CPU.
+      slices: TPU slices of that topology, which only the data centre's network joins.
     """
 
     name: str
     chip: Chip
     shape: tuple[int, ...]
+    slices: int = 1
+
+    @property
+    def topology(self) -> str:
+        """Name of one host group or slice, as XLA's plugins know it."""
+        return self.name.partition("*")[0]
 
 
 def parse_hardware(text: str) -> Hardware:
     """`h200:16x8` (hosts x GPUs), `v5p:4x4x8` (TPU topology) or `cpu:8` (simulated devices).
 
+    `v5p:4x4x8*2` is two such slices.
+
     Raises:
       ConfigError: unknown hardware (with the known ones), or a shape that it does not have.
     """
     name, _, shape_text = text.strip().lower().partition(":")
+    shape_text, _, slices = shape_text.partition("*")
     if name != "cpu" and name not in CHIPS:
         raise ConfigError(
             f"--hardware={text}: unknown hardware {name!r}; known are "
@@ -147,7 +157,11 @@ def parse_hardware(text: str) -> Hardware:
     chip = _this_cpu(shape[0]) if name == "cpu" else CHIPS[name]
     if len(shape) not in {"cuda": (2,), "cpu": (1,), "tpu": (2, 3)}[chip.platform]:
         raise ConfigError(f"--hardware={text}: {_shape_rule(name)}")
-    return Hardware(text, chip, shape)
+    if "*" in text and not (chip.platform == "tpu" and re.fullmatch(r"[1-9]\d*", slices)):
+        raise ConfigError(
+            f"--hardware={text}: only TPUs have slices, as in v5p:4x4x8*2 for two of them."
+        )
+    return Hardware(text, chip, shape, int(slices or 1))
 
 
 def _shape_rule(name: str) -> str:
@@ -156,7 +170,7 @@ def _shape_rule(name: str) -> str:
     if CHIPS[name].platform == "cuda":
         return f"give hosts x GPUs a host, as in {name}:16x8."
     example = {"v6e": "v6e:4x4", "tpu7x": "tpu7x:4x4x4"}.get(name, f"{name}:4x4x8")
-    return f"give the topology in chips, as in {example}."
+    return f"give the topology in chips, as in {example}, or {example}*2 for two slices of it."
 
 
 def _this_cpu(devices: int) -> Chip:
@@ -175,4 +189,4 @@ def _this_cpu(devices: int) -> Chip:
 
 def num_chips(hardware: Hardware) -> int:
     """Product of the shape: GPUs, TPU chips (which may be two devices each) or CPU devices."""
-    return math.prod(hardware.shape)
+    return math.prod(hardware.shape) * hardware.slices

@@ -50,7 +50,6 @@ def roofline(
     hardware_flops: float,
     hbm_bytes: float,
     collectives: Iterable[Collective],
-    near: Near,
     chip: Chip,
     peak_flops: float,
 ) -> Roofline:
@@ -60,8 +59,7 @@ def roofline(
       model_flops: FLOPs of its share of the step that the model's maths needs.
       hardware_flops: those that it carries out.
       hbm_bytes: bytes between its memory and its cores.
-      collectives: what it sends; those in loops of unknown length are left out.
-      near: along each mesh axis, how many devices are on one host or slice.
+      collectives: what it sends, by link; those in loops of unknown length are left out.
       chip: memory and link rates.
       peak_flops: arithmetic rate.
     """
@@ -69,8 +67,8 @@ def roofline(
     terms = {
         "compute": hardware_flops / peak_flops,
         "hbm": hbm_bytes / chip.hbm_bytes_s,
-        "link": sum(split_bytes(row, near)[0] for row in closed) / chip.link_bytes_s,
-        "network": sum(split_bytes(row, near)[1] for row in closed) / chip.network_bytes_s,
+        "link": sum(row.link_bytes for row in closed) / chip.link_bytes_s,
+        "network": sum(row.network_bytes for row in closed) / chip.network_bytes_s,
     }
     least, most = max(terms.values()), sum(terms.values())
     return Roofline(
@@ -79,6 +77,16 @@ def roofline(
         serial_mfu=model_flops / peak_flops / most,
         bound=max(terms, key=lambda name: terms[name]),
     )  # fmt: skip
+
+
+def with_links(row: Collective, near: Near) -> Collective:
+    """The row with its bytes by link.
+
+    Args:
+      near: along each mesh axis, how many devices are on one host or slice.
+    """
+    link, network = split_bytes(row, near)
+    return dataclasses.replace(row, link_bytes=round(link), network_bytes=round(network))
 
 
 def split_bytes(row: Collective, near: Near) -> tuple[float, float]:

@@ -36,7 +36,7 @@ from moejax.observability import (
     print_summary,
 )
 from moejax.observability.plots import plot_run
-from moejax.partitioning import make_mesh
+from moejax.partitioning import describe_mesh, make_mesh
 from moejax.train.compile import enable_cache
 from moejax.train.evaluate import Evaluator
 from moejax.train.initial import keep_for_export, start_from_weights
@@ -170,7 +170,7 @@ def _train(
                 progress, profiler, int(position.get("tokens", 0)), sets=sets, samples=samples,
             )  # fmt: skip
             del state  # the loop donates it
-            say(f"compiling the step for {_shape_of(mesh)} ...")
+            say(f"compiling the step for {_shape_of(program)} ...")
                 loads=loads,
             outcome = loop.run(stop)
     finally:
@@ -266,9 +266,10 @@ def _say(line: str) -> None:
         print(line, flush=True)
 
 
-def _shape_of(mesh) -> str:
-    shape = " x ".join(f"{axis}={n}" for axis, n in mesh.shape.items() if n > 1)
-    return f"{mesh.devices.size} devices ({shape})" if shape else "one device"
+def _shape_of(program: Program) -> str:
+    shown = describe_mesh(program.mesh, program.cfg.mesh)
+    devices = program.mesh.devices.size
+    return f"{devices} devices ({shown})" if devices > 1 else shown
 
 
 def _write_facts(

@@ -200,11 +200,11 @@ def _through(moe: MoeConfig, cfg: RunConfig, ids_BTA: np.ndarray) -> tuple[jax.A
         jax.lax.with_sharding_constraint(jax.random.normal(k, (B, T, width), dtype), where)
         for k in keys
     )
-    ids_BTA = jax.lax.with_sharding_constraint(jnp.asarray(ids_BTA), where)
+    given_BTA = jax.lax.with_sharding_constraint(jnp.asarray(ids_BTA), where)
 
     def run(params, x_BTD):
         layer = nnx.merge(graph, params, *rest)
-        return layer(x_BTD, jnp.ones((B, T), jnp.int32), ids_BTA)[0]
+        return layer(x_BTD, jnp.ones((B, T), jnp.int32), given_BTA)[0]
 
     out_BTD, pull = jax.vjp(run, params, x_BTD)
     grads, dx_BTD = pull(cotangent_BTD)

@@ -76,7 +76,7 @@ def test_the_report_says_everything_and_fits_last(moejax, compiled):
     shown = moejax(*EIGHT, *flags())
     assert shown.code == 0 and not shown.err
     lines = shown.out.splitlines()
-    assert lines[0].endswith("8 x simulated device (fsdp=8)")
+    assert lines[0].endswith("8 x simulated device (fsdp=8, simulated on one host)")
     assert lines[-1].startswith("fits: yes (") and lines[-1].endswith(" a device)")
     for part in (
         "compile", "of host memory", "arguments", "temporaries", "peak", "FLOPs a token",

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from moejax.config import ConfigError
-from moejax.planner.aot import near_devices
+from moejax.partitioning import near_devices
 from moejax.planner.collectives import Collective
 from moejax.planner.hardware import CHIPS, num_chips, parse_hardware, target_config
-from moejax.planner.roofline import hardware_flops, roofline, split_bytes
+from moejax.planner.roofline import hardware_flops, roofline, split_bytes, with_links
 
 
 @pytest.mark.parametrize(
@@ -23,13 +23,16 @@ from moejax.planner.roofline import hardware_flops, roofline, split_bytes
         ("v5p:4x4x8", "tpu", (4, 4, 8), 95 * 2**30),
         ("v6e:4x4", "tpu", (4, 4), 32 * 2**30),
         ("tpu7x:2x2x1", "tpu", (2, 2, 1), 96 * 2**30),  # of a core; a chip has two
+        ("v5p:2x2x2*3", "tpu", (2, 2, 2), 95 * 2**30),
     ],
 )
 def test_hardware_by_name(text, platform, shape, memory):
     hardware = parse_hardware(text)
     assert (hardware.chip.platform, hardware.shape) == (platform, shape)
     assert hardware.chip.memory_bytes == memory
-    assert num_chips(hardware) == np.prod(shape)
+    assert hardware.slices == (3 if "*" in text else 1)
+    assert num_chips(hardware) == np.prod(shape) * hardware.slices
+    assert hardware.topology == text.removesuffix("*3")
 
 
 def test_simulated_devices_share_the_machine():
@@ -47,6 +50,8 @@ def test_simulated_devices_share_the_machine():
         ("h200:1x8,", "hosts x GPUs a host"),
         ("v6e:16", "the topology in chips, as in v6e:4x4"),
         ("cpu:2x4", "as in cpu:8"),
+        ("h200:2x8*2", "only TPUs have slices, as in v5p:4x4x8*2"),
+        ("v5p:2x2x1*0", "only TPUs have slices"),
         ("", "unknown hardware"),
     ],
 )
@@ -101,7 +106,7 @@ def test_the_largest_term_bounds_the_step():
     ]
     bound = roofline(
         model_flops=3e14, hardware_flops=hardware_flops(3e14, "full"), hbm_bytes=9.6e11,
-        collectives=rows, near=NEAR, chip=chip, peak_flops=1e15,
+        collectives=[with_links(row, NEAR) for row in rows], chip=chip, peak_flops=1e15,
     )  # fmt: skip
     terms = (bound.compute_s, bound.hbm_s, bound.link_s, bound.network_s)
     assert terms == pytest.approx((0.4, 0.2, 0.1, 0.5))
