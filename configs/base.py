@@ -358,11 +358,11 @@ def get_config() -> ConfigDict:
     c.log = ConfigDict()
     # steps between lines of metrics.jsonl [>= 1]
     c.log.every = 1
+    # steps whose tokens of each expert are summed in a line of expert_loads.jsonl; 0 = none [>= 0]
+    c.log.loads_every = 10
     # write TensorBoard events too
     c.log.tensorboard = True
     # show a progress bar
-    # steps whose tokens of each expert are summed in a line of expert_loads.jsonl; 0 = none [>= 0]
-    c.log.loads_every = 10
     c.log.progress = True
 
     c.profile = ConfigDict()

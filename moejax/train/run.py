@@ -155,10 +155,10 @@ def _train(
     _write_facts(cfg, workdir, tokenizer, corpora, mesh)
     keep_for_export(weights, workdir)
     writers = open_writers(workdir, cfg.log, first_step=start + 1)
+    loads = _open_loads(program, workdir, first_step=start + 1)
     profiler = StepProfiler(cfg.profile, workdir, say)
     samples = None
     if cfg.samples.prompts:
-    loads = _open_loads(program, workdir, first_step=start + 1)
         samples = Samples(program, tokenizer, workdir, writers, first_step=start + 1)
     try:
         with (
@@ -168,10 +168,10 @@ def _train(
             loop = Loop(
                 program, state, iterator, Evaluator(program, batches), checkpoints, writers,
                 progress, profiler, int(position.get("tokens", 0)), sets=sets, samples=samples,
+                loads=loads,
             )  # fmt: skip
             del state  # the loop donates it
             say(f"compiling the step for {_shape_of(program)} ...")
-                loads=loads,
             outcome = loop.run(stop)
     finally:
         profiler.close()
@@ -179,11 +179,11 @@ def _train(
             samples.close()
         iterator.close()
         writers.close()
+        if loads is not None:
+            loads.close()
         checkpoints.close()
     newest = checkpoints.latest_step()
     where = checkpoints.path(newest) if newest is not None else None
-        if loads is not None:
-            loads.close()
     result = TrainResult(dict(loop.last), where, int(loop.state.step), outcome, stop.signum)
     if jax.process_index():
         return result, None
@@ -211,9 +211,6 @@ def restore_or_init(
     return state, {}, weights
 
 
-def check_writable(workdir: pathlib.Path) -> None:
-    """Raises ConfigError when nothing can be written below `workdir`; changes nothing."""
-    place = workdir
 def _open_loads(program: Program, workdir: pathlib.Path, *, first_step: int) -> LoadLog | None:
     """The record of the experts' loads, where there are experts and the config wants it."""
     layers, cfg = program.parts.moe_layers(), program.cfg
@@ -225,6 +222,9 @@ def _open_loads(program: Program, workdir: pathlib.Path, *, first_step: int) -> 
     )  # fmt: skip
 
 
+def check_writable(workdir: pathlib.Path) -> None:
+    """Raises ConfigError when nothing can be written below `workdir`; changes nothing."""
+    place = workdir
     while not place.exists() and place != place.parent:
         place = place.parent
     if not place.is_dir():
