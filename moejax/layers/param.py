@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from moejax.partitioning import ParamInfo, constrain
+from moejax.partitioning import ParamInfo, gather
 
 PARAM_DTYPE = jnp.float32  # float32 master copies; layers cast at use
 
@@ -66,7 +66,12 @@ def use(param: nnx.Param, dtype: Any) -> jax.Array:
 
     Cast first, so that the gather moves fewer bytes.
     """
-    return constrain(param[...].astype(dtype), param.get_metadata()["axes"])
+    return gather(param[...].astype(dtype), param.get_metadata()["axes"])
+
+
+def stored(param: nnx.Param, dtype: Any) -> jax.Array:
+    """The parameter in the compute dtype, where it is stored: for code that gathers by itself."""
+    return param[...].astype(dtype)
 
 
 def wide(dtype: Any) -> Any:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import jax
 
-POLICIES = ("none", "full")
+from moejax.partitioning.expert_exchange import DISPATCHED, RETURNED
+
+POLICIES = ("none", "full", "exchange")
 
 
 def remat(fn: Callable, policy: str) -> Callable:
@@ -14,8 +16,11 @@ def remat(fn: Callable, policy: str) -> Callable:
 
     Args:
       policy: "none" keeps every intermediate; "full" keeps only the layer's inputs and runs it
-        again.
+        again; "exchange" also keeps what came over the wire, so that nothing is sent twice.
     """
     if policy == "none":
         return fn
-    return jax.checkpoint(fn, prevent_cse=False)
+    rule = None
+    if policy == "exchange":
+        rule = jax.checkpoint_policies.save_only_these_names(DISPATCHED, RETURNED)
+    return jax.checkpoint(fn, prevent_cse=False, policy=rule)

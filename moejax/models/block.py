@@ -55,6 +55,20 @@ class Residual(NamedTuple):
         """
         return self._replace(last=self.last + is_border.astype(jnp.int32))
 
+    def kept(self) -> tuple[jax.Array, jax.Array]:
+        """What :meth:`rebuilt` needs to give this state back: running sum and its place."""
+        return self.running_sum(), self.last
+
+    def rebuilt(self, kept: tuple[jax.Array, jax.Array]) -> Residual:
+        """An earlier state, from this later one and what was kept of it.
+
+        Finished blocks never change: they are still where they were.
+        """
+        running_BTD, last = kept
+        place_X = jnp.arange(self.sources_XBTD.shape[0])[:, None, None, None]
+        finished = jnp.where(place_X < last, self.sources_XBTD, 0)
+        return Residual(jnp.where(place_X == last, running_BTD, finished), last)
+
 
 def start_residual(embedding_BTD: jax.Array, num_places: int) -> Residual:
     """The state before layer 0: the embedding as the only source."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from moejax.layers.cache import LayerCache, Now, read_layer, write_layer
 from moejax.layers.embed import Embed
 from moejax.layers.norm import RmsNorm
 from moejax.layers.param import use
-from moejax.memory.policy import remat
+from moejax.memory.layer_loop import Loop, run_layers, scan_layers
 from moejax.models.block import DecoderLayer, Residual, num_sources, start_residual
 from moejax.models.cache import DecodeCache, spread
 from moejax.models.grouping import LayerKind, Segment, segments_of
@@ -48,25 +49,31 @@ class Stack(nnx.Module):
           The state after them, and per run the auxiliary values, stacked [repeats, count, ...].
         """
         graphs, states = self._split()
+        consts = (segment_ids_BT, dropout_key, pinned_XBTA)
 
-        def layer(graph, residual, state, index):
+        def layer(graph, residual, x, consts):
+            state, index = x
+            segment_ids_BT, dropout_key, pinned_XBTA = consts
             module = nnx.merge(graph, state)
             return module(residual, segment_ids_BT, index, dropout_key, pinned_XBTA)
 
-        def group(residual, repeat_states):
-            repeat, run_states = repeat_states
-            first = self.segment.first + repeat * self.segment.period
-            aux = []
-            for graph, state, run in zip(graphs, run_states, self.segment.runs, strict=True):
-                step = remat(lambda r, xs, graph=graph: layer(graph, r, *xs), policy)
-                indices = first + jnp.arange(run.count, dtype=jnp.int32)
-                residual, run_aux = _scan(step, residual, (state, indices), run.count)
-                aux.append(run_aux)
-                first += run.count
-            return residual, aux
+        return run_layers(
+            [functools.partial(layer, graph) for graph in graphs], residual,
+            list(zip(states, self._numbers(), strict=True)), consts, self._loop(),
+            policy=policy, keep=Residual.kept, rebuild=Residual.rebuilt,
+        )  # fmt: skip
 
-        repeats = jnp.arange(self.segment.repeats, dtype=jnp.int32)
-        return _scan(group, residual, (repeats, states), self.segment.repeats)
+    def _loop(self) -> Loop:
+        return Loop(self.segment.repeats, tuple(run.count for run in self.segment.runs))
+
+    def _numbers(self) -> list[jax.Array]:
+        """Number of every layer in the whole model, per run int32 [repeats, count]."""
+        starts = self.segment.first + self.segment.period * np.arange(self.segment.repeats)
+        numbers = []
+        for run in self.segment.runs:
+            numbers.append(jnp.asarray(starts[:, None] + np.arange(run.count), jnp.int32))
+            starts = starts + run.count
+        return numbers
 
     def cached(
         self, residual: Residual, caches: tuple[LayerCache, ...], now: Now
@@ -95,30 +102,21 @@ class Stack(nnx.Module):
                     return (residual, write_layer(cache, news, repeat, count, now.position)), None
 
                 counts = jnp.arange(run.count, dtype=jnp.int32)
-                (residual, cache), _ = _scan(layer, (residual, cache), (state, counts), run.count)
+                (residual, cache), _ = scan_layers(
+                    layer, (residual, cache), (state, counts), run.count
+                )
                 updated.append(cache)
                 first += run.count
             return (residual, tuple(updated)), None
 
         repeats = jnp.arange(self.segment.repeats, dtype=jnp.int32)
-        carry, _ = _scan(group, (residual, caches), (repeats, states), self.segment.repeats)
+        carry, _ = scan_layers(group, (residual, caches), (repeats, states), self.segment.repeats)
         return carry
 
     def _split(self) -> tuple[list, list]:
         """Graphs and stacked parameters of the runs."""
         split = [nnx.split(getattr(self, f"run{i}")) for i in range(len(self.segment.runs))]
         return [graph for graph, _ in split], [state for _, state in split]
-
-
-def _scan(step, carry, xs, length: int):
-    """lax.scan, or the step itself when there is only one.
-
-    A loop of one hides fusion and costs compile time.
-    """
-    if length > 1:
-        return jax.lax.scan(step, carry, xs)
-    carry, aux = step(carry, jax.tree.map(lambda a: a[0], xs))
-    return carry, jax.tree.map(lambda a: a[None], aux)
 
 
 def _stacked_layer(

@@ -2,8 +2,10 @@
 
 FSDP is no wrapper here: it is STORED differing from COMPUTE. A layer asks for a weight in its
 COMPUTE layout and the compiler gathers it; the gradient comes back scattered. Dense weights spread
-over ``fsdp`` and ``expert``; expert weights spend ``expert`` on the experts themselves, hence their
-own name ``expert_embed`` for the width.
+over ``fsdp`` and ``expert``. Expert weights spend ``expert`` on the experts themselves, and
+``fsdp`` too where it divides them: whole experts are gathered in front of each other, while a
+gather of widths would first have to turn every layer's weights around. Where it does not divide
+them, the width (``expert_embed``) takes ``fsdp``.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ STORED: Rules = {
     "vocab": "tensor",
     "ffn": "tensor",
     "heads": "tensor",
-    "experts": "expert",
-    "expert_embed": "fsdp",
+    "experts": ("expert", "fsdp"),
+    "expert_embed": None,
     "router": None,
     "layers": "stage",
 }
+# Added to STORED where no other dim has taken the axis.
+SPILLED = {"expert_embed": "fsdp"}
 COMPUTE: Rules = {
     "batch": BATCH_AXES,
     "seq": "context",
@@ -78,3 +82,17 @@ def fit_spec(spec: P, shape: tuple[int, ...], sizes: Mapping[str, int]) -> P:
             kept.append(axis)
         fitted.append(tuple(kept) if len(kept) > 1 else kept[0] if kept else None)
     return P(*fitted)
+
+
+def stored_layout(
+    axes: tuple[str | None, ...], shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> P:
+    """Where a value with these logical axes is stored: STORED as it fits, then SPILLED."""
+    spec = list(fit_spec(spec_for(axes, STORED), shape, sizes))
+    taken = {m for e in spec if e is not None for m in ((e,) if isinstance(e, str) else e)}
+    for dim, axis in enumerate(axes):
+        spill = SPILLED.get(axis) if axis else None
+        if spill and spill not in taken and shape[dim] % sizes.get(spill, 1) == 0:
+            spec[dim] = spill
+            taken.add(spill)
+    return P(*spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.partitioning.param_info import ParamInfo
-from moejax.partitioning.rules import BATCH_AXES, COMPUTE, STORED, fit_spec, spec_for
+from moejax.partitioning.rules import BATCH_AXES, COMPUTE, fit_spec, spec_for, stored_layout
 
 
 def active_mesh() -> jax.sharding.AbstractMesh | None:
@@ -36,15 +37,37 @@ def constrain(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gather(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    """A stored weight in its COMPUTE layout; its gradient goes straight back to the stored one.
+
+    The transpose of a mere constraint would ask for the gradient in the COMPUTE layout first:
+    every device would be sent the whole sum, to keep its own share of it.
+    """
+    return constrain(x, axes)
+
+
+def _gather_fwd(x, axes):
+    return constrain(x, axes), None
+
+
+def _gather_bwd(axes, _, dx):
+    mesh = active_mesh()
+    if mesh is None:
+        return (dx,)
+    return (jax.lax.with_sharding_constraint(dx, stored_layout(axes, dx.shape, dict(mesh.shape))),)
+
+
+gather.defvjp(_gather_fwd, _gather_bwd)
+
+
 def stored_spec(info: ParamInfo, shape: tuple[int, ...], sizes: dict[str, int]) -> P:
     """Where a parameter lives between steps.
 
     Its stacked-layer dims whole, the rest by the STORED table.
     """
-    spec = spec_for(
-        ("layers",) * min(info.stack, 1) + (None,) * (info.stack - 1) + info.axes, STORED
-    )
-    return fit_spec(spec, shape, sizes)
+    axes = ("layers",) * min(info.stack, 1) + (None,) * (info.stack - 1) + info.axes
+    return stored_layout(axes, shape, sizes)
 
 
 def shardings_for(infos: Any, abstract: Any, mesh: Mesh) -> Any:

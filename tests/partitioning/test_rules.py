@@ -25,6 +25,7 @@ from moejax.partitioning import (
     num_batch_shards,
     shardings_for,
     spec_for,
+    stored_layout,
     stored_spec,
 )
 from tests.models.small_configs import CONFIGS
@@ -35,7 +36,7 @@ SIZES = {"stage": 1, "data": 1, "fsdp": 2, "expert": 4, "context": 1, "tensor": 
 def test_axes_become_mesh_axes():
     assert spec_for(("embed", None, "heads"), STORED) == P(("fsdp", "expert"), None, "tensor")
     assert spec_for(("embed", None, "heads"), COMPUTE) == P(None, None, "tensor")
-    assert spec_for(("experts", "expert_embed", "ffn"), STORED) == P("expert", "fsdp", "tensor")
+    assert spec_for(("experts", None, "ffn"), STORED) == P(("expert", "fsdp"), None, "tensor")
     assert spec_for(("batch", "seq", "embed"), COMPUTE) == P(BATCH_AXES, "context", None)
 
 
@@ -54,7 +55,7 @@ def test_wrong_axes_are_named():
     with pytest.raises(ValueError, match="colour"):
         spec_for(("embed", "colour"), STORED)
     with pytest.raises(ValueError, match="two dims"):
-        spec_for(("embed", "expert_embed"), STORED)
+        spec_for(("embed", "experts"), STORED)
 
 
 @pytest.mark.parametrize(
@@ -71,6 +72,19 @@ def test_wrong_axes_are_named():
 )
 def test_only_axes_that_divide_a_dim_stay(spec, shape, want):
     assert fit_spec(spec, shape, SIZES) == want
+
+
+@pytest.mark.parametrize(
+    ("experts", "want"),
+    [
+        (16, P(("expert", "fsdp"), None, "tensor")),  # whole experts on all 8 devices
+        (12, P("expert", "fsdp", "tensor")),  # 3 a device of `expert`: the width takes fsdp
+        (5, P(None, "fsdp", "tensor")),
+    ],
+)
+def test_experts_spend_fsdp_before_their_width_does(experts, want):
+    axes = ("experts", "expert_embed", "ffn")
+    assert stored_layout(axes, (experts, 6, 8), SIZES) == want
 
 
 def test_stacked_layers_are_whole():
@@ -95,7 +109,7 @@ def test_every_weight_of_a_model_divides_evenly(name):
         assert len(info.axes) + info.stack == len(leaf.shape), info.name
         local = sharding.shard_shape(leaf.shape)  # raises where it does not divide
         if info.num_dims >= 2 and "experts" in info.axes:
-            assert local[info.stack] == leaf.shape[info.stack] // 4, info.name
+            assert math.prod(local) * 8 == math.prod(leaf.shape), info.name
         elif "embed" in info.axes:  # 32 wide, over all 8 devices
             place = info.stack + info.axes.index("embed")
             assert local[place] == leaf.shape[place] // 8, info.name

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from moejax.config import FfnConfig, MoeConfig
-from moejax.layers.param import use, weight
+from moejax.layers.param import stored, weight
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 
@@ -24,8 +24,12 @@ class Experts(nnx.Module):
         self.down = weight(rngs, (E, F, width), ("experts", "ffn", "expert_embed"), std=std)
 
     def weights(self, dtype) -> dict[str, jax.Array]:
-        """Weights as the exchange carries them: experts on dim 0, compute dtype."""
-        return {"gate_up": use(self.gate_up, dtype), "down": use(self.down, dtype)}
+        """Weights in the compute dtype, where they are stored: the exchange gathers them."""
+        return {"gate_up": stored(self.gate_up, dtype), "down": stored(self.down, dtype)}
+
+    def axes(self) -> dict[str, tuple[str | None, ...]]:
+        """Logical axes of the weights, experts on dim 0."""
+        return {name: getattr(self, name).get_metadata()["axes"] for name in ("gate_up", "down")}
 
     def row_fn(self):
         """``(weights, rows, group_sizes) -> rows``: each row through its expert.

@@ -54,7 +54,8 @@ class LatentMoe(nnx.Module):
         latent_BTL = x_BTD @ use(self.latent_down, dtype) if cfg.latent_dim else x_BTD
         routed_BTL, stats = exchange_experts(
             latent_BTL, sent_BTA, weights_BTA, self.experts.weights(dtype), self.experts.row_fn(),
-            num_experts=cfg.num_experts, exchange=cfg.exchange, slices=cfg.exchange_slices,
+            num_experts=cfg.num_experts, weight_axes=self.experts.axes(),
+            exchange=cfg.exchange, slices=cfg.exchange_slices,
             buffer_factor=cfg.buffer_factor, receive_factor=cfg.receive_factor,
         )  # fmt: skip
         aux["rounds"] = stats.rounds

@@ -1,0 +1,242 @@
+"""A loop over layers that keeps little of each: its input is rebuilt in the backward pass.
+
+A scan under rematerialisation saves its whole carry at every layer. Of Attention Residuals that is
+every finished block, again and again: nine vectors a token and layer, of which one changed. Here
+the model says what little of the carry a layer must keep (`keep`), and how the state after the last
+layer and that little give the carry back (`rebuild`). The rest is `jax.vjp` of each layer, under
+the same rematerialisation policies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.memory.policy import remat
+
+Body = Callable[[Any, Any, Any], tuple[Any, Any]]
+
+
+class Loop(NamedTuple):
+    """`repeats` times the same runs in a row; run i has `counts[i]` layers of one body."""
+
+    repeats: int
+    counts: tuple[int, ...]
+
+
+def run_layers(
+    bodies: Sequence[Body], carry: Any, xs: Sequence[Any], consts: Any, loop: Loop, *,
+    policy: str, keep: Callable[[Any], Any], rebuild: Callable[[Any, Any], Any],
+) -> tuple[Any, list[Any]]:  # fmt: skip
+    """All layers in turn.
+
+    Args:
+      bodies: of every run, ``(carry, x, consts) -> (carry, aux)``; they close over no tracer.
+      carry: the state before the first layer.
+      xs: of every run, what its layers get, [repeats, count, ...].
+      consts: what every layer gets.
+      loop: how often each body runs.
+      policy: see `moejax.memory.policy`; with "none" nothing is rebuilt.
+      keep: the part of a layer's input that its backward pass needs.
+      rebuild: ``(carry after the last layer, kept) -> carry before the layer``.
+    Returns:
+      The carry after them, and per run the auxiliary values [repeats, count, ...].
+    """
+    if policy == "none":
+        steps = [lambda carry, x, body=body: body(carry, x, consts) for body in bodies]
+        return walk(steps, carry, xs, loop)
+    return _rebuilding(bodies, loop, policy, keep, rebuild)(carry, list(xs), consts)
+
+
+def walk(steps, carry, xs, loop: Loop, *, reverse: bool = False) -> tuple[Any, list[Any]]:
+    """`steps[i](carry, x) -> (carry, y)` for every layer of every repeat; ys as xs."""
+    order = range(len(steps))
+
+    def group(carry, xs):
+        ys: list[Any] = [None] * len(steps)
+        for i in reversed(order) if reverse else order:
+            carry, ys[i] = scan_layers(steps[i], carry, xs[i], loop.counts[i], reverse=reverse)
+        return carry, ys
+
+    return scan_layers(group, carry, list(xs), loop.repeats, reverse=reverse)
+
+
+def scan_layers(step, carry, xs, length: int, *, reverse: bool = False):
+    """lax.scan, or the step itself when there is only one.
+
+    A loop of one hides fusion and costs compile time.
+    """
+    if length > 1:
+        return jax.lax.scan(step, carry, xs, reverse=reverse)
+    carry, ys = step(carry, jax.tree.map(lambda a: a[0], xs))
+    return carry, jax.tree.map(lambda a: a[None], ys)
+
+
+@dataclasses.dataclass
+class _Pull:
+    """How a layer's backward function is put together again.
+
+    Attributes:
+      tree: its structure.
+      places: of every leaf, where the backward pass finds it: a place in the layer's inputs, or
+        None for one that is saved.
+      outer: leaves that are no tracers.
+    """
+
+    tree: Any
+    places: list[int | None]
+    outer: dict[int, Any]
+
+
+def _rebuilding(bodies, loop: Loop, policy: str, keep, rebuild):
+    """`walk` over the bodies, with a gradient that rebuilds their carries."""
+    pulls: list[_Pull | None] = [None] * len(bodies)
+
+    def plain(carry, xs, consts):
+        steps = [lambda carry, x, body=body: body(carry, x, consts) for body in bodies]
+        return walk(steps, carry, xs, loop)
+
+    def forward(carry, xs, consts):
+        carry, xs_values, consts = (
+            jax.tree.map(lambda p: p.value, tree) for tree in (carry, xs, consts)
+        )
+        wanted = [[p.perturbed and _is_float(p.value) for p in jax.tree.leaves(x)] for x in xs]
+
+        def step(i, carry, x):
+            out, aux, pull = _vjp(bodies[i], policy, wanted[i], carry, x, consts)
+            leaves, tree = jax.tree.flatten(pull)
+            inputs = {id(leaf): n for n, leaf in enumerate(jax.tree.leaves((carry, x, consts)))}
+            places = [inputs.get(id(leaf)) for leaf in leaves]
+            outer = {n: a for n, a in enumerate(leaves) if not isinstance(a, jax.core.Tracer)}
+            pulls[i] = _Pull(tree, places, outer)
+            saved = [
+                leaf
+                for n, (leaf, place) in enumerate(zip(leaves, places, strict=True))
+                if place is None and n not in outer
+            ]
+            return out, (aux, keep(carry), saved)
+
+        steps = [lambda carry, x, i=i: step(i, carry, x) for i in range(len(bodies))]
+        out, ys = walk(steps, carry, xs_values, loop)
+        residuals = (out, [y[1:] for y in ys], xs_values, consts, _Static(wanted))
+        return (out, [y[0] for y in ys]), residuals
+
+    def backward(residuals, cotangents):
+        final, kept, xs, consts, wanted = residuals
+        d_out, d_aux = jax.tree.map(_materialise, cotangents, is_leaf=_is_symbolic)
+
+        def step(i, d_carry, inputs):
+            x, (small, saved), d_aux = inputs
+            carry = rebuild(final, small)
+            pull = _put_together(pulls[i], (carry, x, consts), saved)
+            return pull((d_carry, d_aux))
+
+        steps = [lambda d, inputs, i=i: step(i, d, inputs) for i in range(len(bodies))]
+        d_aux = [_floats(d) for d in d_aux]
+        d_carry, d_xs = walk(
+            steps, _floats(d_out), list(zip(xs, kept, d_aux, strict=True)), loop, reverse=True
+        )
+        d_xs = [_scatter(d, which, x) for d, which, x in zip(d_xs, wanted.value, xs, strict=True)]
+        d_carry = _scatter(d_carry, [_is_float(a) for a in jax.tree.leaves(final)], final)
+        return d_carry, d_xs, jax.tree.map(lambda _: None, consts)
+
+    run = jax.custom_vjp(plain)
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run
+
+
+def _vjp(body: Body, policy: str, wanted: list[bool], carry, x, consts):
+    """One layer: its carry, auxiliary values and ``(d_carry, d_aux) -> (d_carry, d_x)``.
+
+    Gradients are lists of leaves: of the carry's and the auxiliary values' floats, and of what is
+    `wanted` of x.
+    """
+    trees: list[Any] = []
+
+    def floats(carry_floats, x_wanted):
+        given = _merge(carry_floats, [_is_float(a) for a in jax.tree.leaves(carry)], carry)
+        out, aux = body(given, _merge(x_wanted, wanted, x), consts)
+        trees[:] = [out, aux]
+        return (_floats(out), _floats(aux)), (_others(out), _others(aux))
+
+    x_wanted = [a for a, is_wanted in zip(jax.tree.leaves(x), wanted, strict=True) if is_wanted]
+    (out, aux), pull, others = jax.vjp(
+        remat(floats, policy), _floats(carry), x_wanted, has_aux=True
+    )
+    return _join(out, others[0], trees[0]), _join(aux, others[1], trees[1]), pull
+
+
+def _put_together(pull: _Pull | None, inputs, saved):
+    assert pull is not None  # the forward pass of the same call has filled it in
+    given, rest = jax.tree.leaves(inputs), iter(saved)
+    leaves = [
+        pull.outer[n] if n in pull.outer else next(rest) if place is None else given[place]
+        for n, place in enumerate(pull.places)
+    ]
+    return jax.tree.unflatten(pull.tree, leaves)
+
+
+def _is_float(a: Any) -> bool:
+    return jnp.issubdtype(a.dtype, jnp.inexact)
+
+
+def _floats(tree: Any) -> list:
+    return [a for a in jax.tree.leaves(tree) if _is_float(a)]
+
+
+def _others(tree: Any) -> list:
+    return [a for a in jax.tree.leaves(tree) if not _is_float(a)]
+
+
+def _merge(new: list, which: list[bool], tree: Any) -> Any:
+    """`tree` with the leaves at `which` replaced."""
+    leaves, structure = jax.tree.flatten(tree)
+    rest = iter(new)
+    return jax.tree.unflatten(
+        structure, [next(rest) if hit else a for a, hit in zip(leaves, which, strict=True)]
+    )
+
+
+def _join(floats: list, others: list, like: Any) -> Any:
+    """The tree of which these are the floats and the rest."""
+    which = [_is_float(a) for a in jax.tree.leaves(like)]
+    blank = _merge(floats, which, like)
+    return _merge(others, [not hit for hit in which], blank)
+
+
+def _scatter(new: list, which: list[bool], tree: Any) -> Any:
+    """A tree of gradients: `new` at `which`, None elsewhere."""
+    leaves, structure = jax.tree.flatten(tree)
+    rest = iter(new)
+    return jax.tree.unflatten(
+        structure, [next(rest) if hit else None for _, hit in zip(leaves, which, strict=True)]
+    )
+
+
+def _is_symbolic(a: Any) -> bool:
+    return isinstance(a, jax.custom_derivatives.SymbolicZero)
+
+
+def _materialise(d: Any) -> Any:
+    """Zeros where a gradient is known to be zero."""
+    if not _is_symbolic(d):
+        return d
+    if jnp.issubdtype(d.dtype, jnp.inexact):
+        return jnp.zeros(d.shape, d.dtype)
+    return np.zeros(d.shape, jax.dtypes.float0)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """Flags among the residuals."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return id(self.value)
