@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from moejax.partitioning.expert_exchange.plan import arrival_plan, num_turns, turn_runs
+from moejax.partitioning.expert_exchange.plan import arrival_plan, turn_runs, turns_of
 from moejax.partitioning.expert_exchange.ragged import receive_rows
 
 P, LOCAL, ROWS = 4, 3, 13  # a prime number of rows on every device
@@ -28,7 +28,7 @@ def compiled(capacity: int):
         mine_Pe = jax.lax.dynamic_slice_in_dim(counts_PE, me * LOCAL, LOCAL, 1)
         return there, back, arrival_plan(mine_Pe, turn, capacity)
 
-    return jax.jit(run), jax.jit(lambda counts: num_turns(counts, capacity))
+    return jax.jit(run), jax.jit(lambda counts: turns_of(counts, capacity))
 
 
 def send(arrays: list[np.ndarray], outputs: list[np.ndarray], runs: list) -> None:
@@ -59,7 +59,7 @@ def check(counts_PE: np.ndarray, capacity: int) -> None:
     home = [np.full((ROWS, 3), -1) for _ in range(P)]
     turns = int(turns_of(counts_PE))
     by_device_P = counts_PE.reshape(P, P, LOCAL).sum((0, 2))
-    assert turns == max(1, math.ceil(by_device_P.max() / capacity))
+    assert turns == math.ceil(by_device_P.max() / capacity)
     for turn in range(turns):
         there, back, plans = zip(
             *(jax.tree.map(np.asarray, run(counts_PE, d, turn)) for d in range(P)), strict=True
@@ -108,12 +108,13 @@ def test_every_row_arrives_once_and_comes_home(capacity):
 
 
 def test_size_of_the_receive_buffer():
-    assert receive_rows(1000, 8, 1.0) == 1000
-    assert receive_rows(1001, 8, 1.25) == 1256  # 1251.25, the next multiple of 8
-    assert receive_rows(13, 4, 2.0) == 32
-    assert receive_rows(13, 4, 4.0) == receive_rows(13, 4, 99.0) == 52  # all there is
-    assert receive_rows(13, 1, 1.25) == 13
+    assert receive_rows(1000, 8000, 1.0) == 1000
+    assert receive_rows(1001, 8008, 1.25) == 1256  # 1251.25, the next multiple of 8
+    assert receive_rows(13, 52, 2.0) == 32
+    assert receive_rows(13, 52, 4.0) == receive_rows(13, 52, 99.0) == 52  # all there is
+    assert receive_rows(13, 13, 1.25) == 13
     assert receive_rows(1, 4, 0.01) == 4
+    assert receive_rows(6.2, 99, 1.0) == 8
 
 
 def test_counts_are_not_widened():

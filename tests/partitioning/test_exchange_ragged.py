@@ -138,8 +138,8 @@ def rows_by_device(case: str, ids: np.ndarray) -> np.ndarray:
     return np.stack([(target == rank).sum(-1) for rank in range(ranks)], -1)
 
 
-def expected(case: str, ids: np.ndarray) -> tuple[int, int]:
-    """Rounds, and the most rows that leave a device."""
+def expected(case: str, ids: np.ndarray) -> tuple[int, float]:
+    """Rounds, and the rows that leave a device on average."""
     _, exchange, _, factor, slices = by_name[case]
     ranks = by_name[case].mesh["expert"]
     to = rows_by_device(case, ids)
@@ -153,7 +153,7 @@ def expected(case: str, ids: np.ndarray) -> tuple[int, int]:
     capacity = min(8 * math.ceil(math.ceil(factor * rows) / 8), ranks * rows)
     own = np.arange(B) % ranks
     leaving = to.sum(1).sum(-1) - to.sum(1)[np.arange(B), own]
-    return max(1, math.ceil(arriving.max() / capacity)), int(leaving.max())
+    return max(1, math.ceil(arriving.max() / capacity)), float(leaving.mean())
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def expected(case: str, ids: np.ndarray) -> tuple[int, int]:
 def test_equals_the_plain_sum(case):
     for kind, ids in routings().items():
         stats = check(case, kind)
-        assert (int(stats.rounds), int(stats.sent_rows)) == expected(case, ids), kind
+        assert (int(stats.rounds), float(stats.sent_rows)) == expected(case, ids), kind
         if kind == "one expert" and by_name[case].exchange == "ragged":
             assert (int(stats.rounds) > 1) == (by_name[case].factor != WORST)
 

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from moejax.partitioning.expert_exchange import local, rounds
+from moejax.partitioning.expert_exchange import levels, local
 from moejax.partitioning.expert_exchange.collective import Link
-from moejax.partitioning.expert_exchange.padded import Padded
-from moejax.partitioning.expert_exchange.ragged import Ragged
-from moejax.partitioning.rules import BATCH_AXES
+from moejax.partitioning.rules import BATCH_AXES, stored_layout
 from moejax.partitioning.shard import active_mesh
 from pallas_kernels.choose import target_platform
 
@@ -37,8 +37,8 @@ def resolve_exchange(name: str, expert_axis: int, platform: str | None = None) -
 
 def exchange_experts(
     x_BTL, expert_ids_BTA, weights_BTA, weights, expert_fn, *, num_experts: int,
-    exchange: str = "auto", buffer_factor: float = 1.5, receive_factor: float = 1.25,
-    slices: int = 1,
+    weight_axes=None, exchange: str = "auto", buffer_factor: float = 1.5,
+    receive_factor: float = 1.25, slices: int = 1, level: str = "expert", hosts: int = 1,
 ):  # fmt: skip
     """Σ over each token's experts of weight times expert output, wherever the experts live.
 
@@ -46,14 +46,20 @@ def exchange_experts(
       x_BTL: what the experts read, batch-sharded.
       expert_ids_BTA: int32 in [0, num_experts]; `num_experts` means no expert.
       weights_BTA: float32 combine weights.
-      weights: pytree of expert weights [E, ...]; split over ``expert`` on dim 0, whole otherwise.
+      weights: pytree of expert weights [E, ...], as they are stored.
+      weight_axes: their logical axes, in the structure of `weights`; None: split over ``expert``
+        on dim 0, whole otherwise.
       expert_fn: ``(weights, rows, group_sizes) -> rows``, run on each device's own experts.
       exchange: one of `EXCHANGES`, or ``auto``.
       buffer_factor: rows of the padded exchange's send buffer, relative to an even routing.
       receive_factor: rows of the ragged exchange's receive buffer, relative to an even routing.
       slices: parts in which a device's tokens travel, so that exchange and experts overlap.
+      level: a token is sent once for each of its experts, or of its devices, or of its hosts.
+      hosts: how many share the ``expert`` axis, in equal runs; what crosses them is counted.
     Returns:
-      [B, T, L], and ExchangeStats (largest over devices).
+      [B, T, L], and ExchangeStats: the most rounds over devices, the mean of the rest.
+    Raises:
+      ValueError: the active mesh cannot serve the exchange or the level.
     """
     mesh = active_mesh()
     if mesh is None:
@@ -73,32 +79,66 @@ def exchange_experts(
     ranks = mesh.shape["expert"]
     platform = _platform(mesh)
     name = resolve_exchange(exchange, ranks, platform)
-    link = Link("expert", native=platform != "cpu")
+    levels.check_level(level, name, ranks, hosts)
+    link = Link("expert", platform != "cpu", hosts, ranks // hosts)
     axes = tuple(mesh.axis_names)
 
-    def sized(num_rows: int):
-        if name == "padded":
-            return Padded.sized(num_rows, ranks, num_experts, buffer_factor, "expert")
-        return Ragged.sized(num_rows, ranks, num_experts, receive_factor, link)
+    axis = "expert" if name != "local" else None
+    layouts = _layouts(weights, weight_axes, axis, dict(mesh.shape))
 
     def per_device(x_BTL, expert_ids_BTA, weights_BTA, weights):
+        weights = jax.tree.map(functools.partial(_gather, but=axis), weights, layouts)
         run: Callable = local.routed_experts
         options: dict[str, Any] = {}
         if name != "local":
-            run = functools.partial(rounds.routed_experts, sized)
-            options = {"slices": slices, "all_axes": axes}
+            setup = levels.Setup(
+                name, link, ranks, num_experts, expert_ids_BTA.shape[-1], buffer_factor,
+                receive_factor, axes,
+            )  # fmt: skip
+            run = functools.partial(levels.routed_experts, setup, level)
+            options = {"slices": slices}
         out, stats = _on_rows(
             run, x_BTL, expert_ids_BTA, weights_BTA, weights, expert_fn, num_experts, **options
         )
-        return out, jax.tree.map(lambda s: jax.lax.pmax(jax.lax.stop_gradient(s), axes), stats)
+        return out, _over_devices(jax.tree.map(lax.stop_gradient, stats), axes)
 
-    rows, experts = P(BATCH_AXES), P("expert" if name != "local" else None)
+    rows = P(BATCH_AXES)
     return jax.shard_map(
         per_device,
-        in_specs=(rows, rows, rows, experts),
+        in_specs=(rows, rows, rows, layouts),
         out_specs=(rows, P()),
         check_vma=False,
     )(x_BTL, expert_ids_BTA, weights_BTA, weights)
+
+
+def _layouts(weights, weight_axes, axis: str | None, sizes: dict[str, int]):
+    """PartitionSpecs in which a device is given the weights."""
+    if weight_axes is None:
+        return jax.tree.map(lambda _: P(axis), weights)
+    return jax.tree.map(lambda w, axes: stored_layout(axes, w.shape, sizes), weights, weight_axes)
+
+
+def _gather(weight: jax.Array, layout: P, but: str | None) -> jax.Array:
+    """The device's experts whole: gathered over every axis of their layout except `but`.
+
+    Done here and not by the partitioner, so that the gradient leaves by the transpose, a
+    reduce-scatter: of a weight that enters shard_map whole, every device would be sent all of it.
+    The shards arrive one behind the other, which for dim 0 is their order already.
+    """
+    for dim, entry in enumerate(layout):
+        for axis in reversed((entry,) if isinstance(entry, str) else entry or ()):
+            if axis != but:
+                shards = lax.all_gather(weight, axis)
+                weight = jnp.moveaxis(shards, 0, dim).reshape(
+                    *weight.shape[:dim], -1, *weight.shape[dim + 1 :]
+                )
+    return weight
+
+
+def _over_devices(stats: local.ExchangeStats, axes: tuple[str, ...]) -> local.ExchangeStats:
+    """The most rounds, the mean of the rest."""
+    mean = jax.tree.map(lambda s: lax.pmean(s, axes), stats)
+    return mean._replace(rounds=lax.pmax(stats.rounds, axes))
 
 
 def _platform(mesh) -> str:

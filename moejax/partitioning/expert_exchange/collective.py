@@ -13,14 +13,57 @@ from moejax.partitioning.expert_exchange.plan import Runs
 
 
 class Link(NamedTuple):
-    """A mesh axis, and whether its devices have the ragged all-to-all.
+    """The devices that exchange: those of a mesh axis, or groups of them.
 
-    Known when the exchange is traced: a choice left to the lowering stays in the compiled loop as a
-    conditional, across which nothing overlaps.
+    Attributes:
+      axis: of the mesh; its devices lie host by host.
+      native: whether they have the ragged all-to-all. Known when the exchange is traced: a choice
+        left to the lowering stays in the compiled loop as a conditional, across which nothing
+        overlaps.
+      hosts: how many hosts share the axis.
+      near: devices of the axis in one host; of no account where there is one host.
+      part: "all" devices exchange, those at the same place of every host ("across"), or those
+        "inside" a host.
     """
 
     axis: str
     native: bool
+    hosts: int = 1
+    near: int = 1
+    part: str = "all"
+
+    @property
+    def groups(self) -> list[list[int]] | None:
+        """Places on the axis that exchange with each other, as collectives take them."""
+        table = [[h * self.near + i for i in range(self.near)] for h in range(self.hosts)]
+        if self.part == "across":
+            return [list(group) for group in zip(*table, strict=True)]
+        return table if self.part == "inside" else None
+
+    def me(self) -> jax.Array:
+        """This device's place in its group."""
+        place = lax.axis_index(self.axis)
+        if self.part == "across":
+            return place // self.near
+        return place % self.near if self.part == "inside" else place
+
+    def leaves_host(self, ranks: int) -> jax.Array:
+        """Which of the `ranks` places of this device's group are on another host: bool [P]."""
+        place_P = jnp.arange(ranks, dtype=jnp.int32)
+        if self.part == "inside" or self.hosts == 1:
+            return jnp.zeros(ranks, bool)
+        near = self.near if self.part == "all" else 1
+        return place_P // near != self.me() // near
+
+    def swap(self, x_P: jax.Array) -> jax.Array:
+        """Part p of every device goes to place p of its group."""
+        return lax.all_to_all(
+            x_P, self.axis, split_axis=0, concat_axis=0, tiled=True, axis_index_groups=self.groups
+        )
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """[P, ...]: everyone's, by place in the group."""
+        return lax.all_gather(x, self.axis, axis_index_groups=self.groups)
 
 
 def ragged_all_to_all(operand_NL, output_ML, runs: Runs, link: Link) -> jax.Array:
@@ -34,20 +77,21 @@ def ragged_all_to_all(operand_NL, output_ML, runs: Runs, link: Link) -> jax.Arra
       [M, L].
     """
     if link.native:
-        return lax.ragged_all_to_all(operand_NL, output_ML, *runs, axis_name=link.axis)
-    return emulated(operand_NL, output_ML, runs, link.axis)
+        return lax.ragged_all_to_all(
+            operand_NL, output_ML, *runs, axis_name=link.axis, axis_index_groups=link.groups
+        )
+    return emulated(operand_NL, output_ML, runs, link)
 
 
-def emulated(operand_NL, output_ML, runs: Runs, axis: str) -> jax.Array:
+def emulated(operand_NL, output_ML, runs: Runs, link: Link) -> jax.Array:
     """Ragged all-to-all by gathering every device's operand: for tests and small runs.
 
     Stricter than the real one: where sender and receiver disagree on a size, or a run leaves its
     array, the whole result is NaN instead of undefined.
     """
     num_in, num_out = operand_NL.shape[0], output_ML.shape[0]
-    swap = functools.partial(lax.all_to_all, axis_name=axis, split_axis=0, concat_axis=0)
-    from_P, sizes_P, to_P = (swap(a, tiled=True) for a in runs[:3])
-    all_PNL = lax.all_gather(operand_NL, axis)
+    from_P, sizes_P, to_P = map(link.swap, runs[:3])
+    all_PNL = link.gather(operand_NL)
     lane_PM = jnp.arange(num_out, dtype=jnp.int32) - to_P[:, None]
     inside_PM = (lane_PM >= 0) & (lane_PM < sizes_P[:, None])
     sender_M = jnp.argmax(inside_PM, 0)

@@ -14,10 +14,32 @@ ExpertFn = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 class ExchangeStats(NamedTuple):
-    """What an exchange reports (float32 scalars): rounds it took, rows that left a device."""
+    """What an exchange counts while it runs (float32 scalars).
+
+    Attributes:
+      rounds: the most that any hop took, 1 where everything fitted.
+      sent_rows: rows that left the device on their way to experts.
+      sent_bytes: bytes that left it: those rows with what goes along, their results on the way
+        back, and the counts that say how many there are. The backward pass sends the rows and
+        results again, as gradients.
+      network_rows, network_bytes: the part that left its host.
+    """
 
     rounds: jax.Array
     sent_rows: jax.Array
+    sent_bytes: jax.Array
+    network_rows: jax.Array
+    network_bytes: jax.Array
+
+    @classmethod
+    def nothing_sent(cls, rounds=1.0) -> ExchangeStats:
+        zero = jnp.zeros((), jnp.float32)
+        return cls(jnp.asarray(rounds, jnp.float32), zero, zero, zero, zero)
+
+    def plus(self, other: ExchangeStats) -> ExchangeStats:
+        """Both together: the most rounds, the sum of the rest."""
+        total = jax.tree.map(jnp.add, self, other)
+        return total._replace(rounds=jnp.maximum(self.rounds, other.rounds))
 
 
 def dispatch(x_ML: jax.Array, expert_ids_MA: jax.Array, num_experts: int):
@@ -48,4 +70,4 @@ def routed_experts(x_ML, expert_ids_MA, weights_MA, weights, expert_fn, *, num_e
     """
     rows_RL, group_sizes_E, plan = dispatch(x_ML, expert_ids_MA, num_experts)
     out_ML = combine(expert_fn(weights, rows_RL, group_sizes_E), weights_MA, plan)
-    return out_ML, ExchangeStats(jnp.ones((), jnp.float32), jnp.zeros((), jnp.float32))
+    return out_ML, ExchangeStats.nothing_sent()

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from moejax.partitioning.expert_exchange.rounds import DISPATCHED, RETURNED, Arrived
+from moejax.partitioning.expert_exchange.collective import Link
+from moejax.partitioning.expert_exchange.rounds import DISPATCHED, RETURNED, Arrived, Need
 from pallas_kernels.permute import plan_permute
 
 
@@ -32,13 +32,13 @@ class Routing(NamedTuple):
     starts_P: jax.Array  # first sorted place of each device's rows
 
 
-def bucket_rows(num_rows: int, ranks: int, buffer_factor: float) -> int:
+def bucket_rows(most: int, share: float, buffer_factor: float) -> int:
     """Rows of one bucket.
 
-    `buffer_factor` times an even share, a multiple of 8, at most all rows.
+    `buffer_factor` times an even share, a multiple of 8, at most as many as there can be.
     """
-    share = math.ceil(buffer_factor * num_rows / ranks)
-    return min(-(-share // 8) * 8, num_rows)
+    rows = math.ceil(buffer_factor * share)
+    return min(-(-rows // 8) * 8, most)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +49,16 @@ class Padded:
     local_experts: int
     bucket: int
     never_overflows: bool  # one round is enough whatever the routing
-    axis: str
+    link: Link
 
     writes_in_place = False
+    told_bytes = 4  # the expert's number that goes with every row
 
     @classmethod
-    def sized(cls, num_rows: int, ranks: int, num_experts: int, buffer_factor: float, axis: str):
-        """Sizes for `num_rows` assignments on each of `ranks` devices."""
-        bucket = bucket_rows(num_rows, ranks, buffer_factor)
-        return cls(ranks, num_experts // ranks, bucket, bucket >= num_rows, axis)
+    def sized(cls, need: Need, factor: float, link: Link):
+        """Buckets of `factor` times an even share."""
+        bucket = bucket_rows(need.most_to_one, need.share / need.ranks, factor)
+        return cls(need.ranks, need.local_experts, bucket, bucket >= need.most_to_one, link)
 
     def route(self, expert_ids_MA: jax.Array) -> Routing:
         plan = plan_permute(expert_ids_MA, self.ranks * self.local_experts)
@@ -69,26 +70,39 @@ class Padded:
         return jnp.maximum(-(-jnp.max(routing.counts_P) // self.bucket), 1)
 
     def sent_rows(self, routing: Routing, num_rounds: jax.Array) -> jax.Array:
-        """Rows of the buckets that leave this device, filled or not."""
-        return num_rounds.astype(jnp.float32) * ((self.ranks - 1) * self.bucket)
+        """Rows of the buckets for every device, filled or not [P]."""
+        return jnp.full(self.ranks, num_rounds.astype(jnp.float32) * self.bucket)
 
-    def send(self, x_ML: jax.Array, routing: Routing, turn) -> Arrived:
+    def size_bytes(self) -> int:
+        """No counts are sent."""
+        return 0
+
+    def send(self, x: Any, routing: Routing, turn) -> Arrived:
         """Rows ``turn * bucket ...`` of every bucket on their way to the experts."""
         assignment_PC, valid_PC, slot_MA = self._lanes(routing, turn)
-        send_PCL = _take(x_ML, assignment_PC // slot_MA.shape[1], valid_PC, slot_MA)
+        token_PC = assignment_PC // slot_MA.shape[1]
         expert_PC = routing.expert_MA.reshape(-1)[assignment_PC] % self.local_experts
         expert_PC = jnp.where(valid_PC, expert_PC, self.local_experts)
-        recv_PCL, recv_expert_PC = (
-            checkpoint_name(_swap(a, self.axis), DISPATCHED) for a in (send_PCL, expert_PC)
-        )
-        plan = plan_permute(recv_expert_PC.reshape(-1, 1), self.local_experts)
-        return Arrived(recv_PCL.reshape(-1, recv_PCL.shape[-1]), plan)
+
+        def swapped(a_PC):
+            return checkpoint_name(self.link.swap(a_PC), DISPATCHED)
+
+        def moved(x_ML):
+            recv_PCL = swapped(_take(x_ML, token_PC, valid_PC, slot_MA))
+            return recv_PCL.reshape(-1, recv_PCL.shape[-1])
+
+        plan = plan_permute(swapped(expert_PC).reshape(-1, 1), self.local_experts)
+        return Arrived(jax.tree.map(moved, x), plan)
+
+    def start(self, like_ML: jax.Array, weights_MA: jax.Array) -> jax.Array:
+        """What `collect` adds to before any round."""
+        return jnp.zeros(like_ML.shape, weights_MA.dtype)
 
     def collect(self, out_RL: jax.Array, weights_MA, routing: Routing, turn, so_far=None):
         """Weighted sum of what comes back [M, L], float32 or wider, added to `so_far`."""
         assignment_PC, valid_PC, slot_MA = self._lanes(routing, turn)
         out_PCL = out_RL.reshape(self.ranks, self.bucket, out_RL.shape[-1])
-        back_PCL = checkpoint_name(_swap(out_PCL, self.axis), RETURNED)
+        back_PCL = checkpoint_name(self.link.swap(out_PCL), RETURNED)
         sum_ML = _put(back_PCL, weights_MA, assignment_PC, valid_PC, slot_MA)
         return sum_ML if so_far is None else so_far + sum_ML
 
@@ -111,11 +125,6 @@ class Padded:
         here &= routing.expert_MA < self.ranks * self.local_experts
         slot_MA = jnp.where(here, rank_MA * self.bucket + lane_MA, self.ranks * self.bucket)
         return routing.order_R[source_PC], valid_PC, slot_MA
-
-
-def _swap(x_PC: jax.Array, axis: str) -> jax.Array:
-    """Bucket p of every device goes to device p of the axis."""
-    return lax.all_to_all(x_PC, axis, split_axis=0, concat_axis=0, tiled=True)
 
 
 def _padded(x_PCL: jax.Array) -> jax.Array:

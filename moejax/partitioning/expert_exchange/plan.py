@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.permute import PermutePlan
 
@@ -37,10 +38,10 @@ def streams(counts_PE: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     return rows_PP, _before(rows_PP, 0), _before(rows_PP, 1)
 
 
-def num_turns(counts_PE: jax.Array, capacity: int) -> jax.Array:
-    """Turns until the longest stream is through, at least 1."""
+def turns_of(counts_PE: jax.Array, capacity: int) -> jax.Array:
+    """Turns until the longest stream is through; 0 where no row is to go anywhere."""
     rows_PP, _, _ = streams(counts_PE)
-    return jnp.maximum(-(-jnp.max(jnp.sum(rows_PP, 0, dtype=jnp.int32)) // capacity), 1)
+    return -(-jnp.max(jnp.sum(rows_PP, 0, dtype=jnp.int32)) // capacity)
 
 
 def turn_runs(counts_PE: jax.Array, me, turn, capacity: int) -> tuple[Runs, Runs]:
@@ -75,6 +76,36 @@ def arrival_plan(counts_Pe: jax.Array, turn, capacity: int) -> PermutePlan:
     positions_C = _follow(slots, sizes_Pe.reshape(-1), places, capacity)
     order_C = _follow(place_eP.reshape(-1), sizes_Pe.T.reshape(-1), slot_Pe.T.reshape(-1), capacity)
     return PermutePlan(order_C, positions_C[:, None], sizes_Pe.sum(0, dtype=jnp.int32))
+
+
+def window_sizes(sizes_E: jax.Array, rows: int, num_windows: int) -> jax.Array:
+    """Rows of every expert in each run of `rows` sorted rows: int32 [W, E]."""
+    first_W1 = jnp.arange(num_windows, dtype=jnp.int32)[:, None] * rows
+    start_WE = _before(sizes_E, 0) - first_W1
+    return jnp.clip(start_WE + sizes_E, 0, rows) - jnp.clip(start_WE, 0, rows)
+
+
+def window_plan(plan: PermutePlan, which, rows: int) -> PermutePlan:
+    """The sort cut to its rows ``which * rows ...``.
+
+    Assignments outside have position `rows`, one past the last.
+    """
+    num_rows = plan.order.shape[0]
+    if rows >= num_rows:
+        return plan
+    first = which * rows
+    padded = jnp.pad(plan.order, (0, -num_rows % rows))
+    order_S = lax.dynamic_slice_in_dim(padded, first, rows)
+    positions_MA = plan.positions - first
+    inside = (positions_MA >= 0) & (positions_MA < rows)
+    start_E = _before(plan.group_sizes, 0) - first
+    sizes_E = jnp.clip(start_E + plan.group_sizes, 0, rows) - jnp.clip(start_E, 0, rows)
+    return PermutePlan(order_S, jnp.where(inside, positions_MA, rows), sizes_E)
+
+
+def weights_inside(plan: PermutePlan, weights_MA: jax.Array) -> jax.Array:
+    """Combine weights, 0 (and without gradient) for assignments outside the window."""
+    return jnp.where(plan.positions < jnp.sum(plan.group_sizes), weights_MA, 0)
 
 
 def _before(x: jax.Array, dim: int) -> jax.Array:

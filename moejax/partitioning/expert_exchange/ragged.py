@@ -4,13 +4,16 @@ A device sorts its rows by expert, all share their counts, and each turn fills a
 `capacity` rows from the front of what is still to come (see `plan`). Results go back by the
 mirrored exchange into the places their rows came from; the gradient is those two exchanges again,
 in the other direction.
+
+Where a device may have many more rows to send than an even routing gives it (the second hop of
+level "host"), it also sorts no more than `window` of them into a buffer at a time.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +26,15 @@ from moejax.partitioning.expert_exchange.collective import (
     fetch_rows,
     return_rows,
 )
-from moejax.partitioning.expert_exchange.plan import arrival_plan, num_turns, turn_runs
-from moejax.partitioning.expert_exchange.rounds import DISPATCHED, RETURNED, Arrived
+from moejax.partitioning.expert_exchange.plan import (
+    arrival_plan,
+    turn_runs,
+    turns_of,
+    weights_inside,
+    window_plan,
+    window_sizes,
+)
+from moejax.partitioning.expert_exchange.rounds import DISPATCHED, RETURNED, Arrived, Need
 from pallas_kernels.permute import PermutePlan, permute, plan_permute, unpermute
 
 
@@ -32,17 +42,16 @@ class Routing(NamedTuple):
     """This device's rows sorted by expert, and how many every device has for every expert."""
 
     plan: PermutePlan
-    counts_PE: jax.Array
+    counts_WPE: jax.Array  # by window of the sorted rows
 
 
-def receive_rows(num_rows: int, ranks: int, receive_factor: float) -> int:
+def receive_rows(share: float, most: int, receive_factor: float) -> int:
     """Rows of the receive buffer.
 
-    `receive_factor` times an even share (as many as a device sends), a multiple of 8, at most all
-    that all devices have.
+    `receive_factor` times an even share, a multiple of 8, at most all that can come.
     """
-    share = math.ceil(receive_factor * num_rows)
-    return max(min(-(-share // 8) * 8, ranks * num_rows), 1)
+    rows = math.ceil(receive_factor * share)
+    return max(min(-(-rows // 8) * 8, most), 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,54 +61,102 @@ class Ragged:
     ranks: int
     local_experts: int
     capacity: int
-    never_overflows: bool  # one turn is enough whatever the routing
+    window: int
+    num_windows: int
     link: Link
+    never_overflows: bool  # one turn is enough whatever the routing
 
-    writes_in_place = True
+    told_bytes = 0
 
     @classmethod
-    def sized(cls, num_rows: int, ranks: int, num_experts: int, receive_factor: float, link: Link):
-        """Sizes for `num_rows` assignments on each of `ranks` devices."""
-        capacity = receive_rows(num_rows, ranks, receive_factor)
-        return cls(ranks, num_experts // ranks, capacity, capacity >= ranks * num_rows, link)
+    def sized(cls, need: Need, factor: float, link: Link):
+        """A buffer of `factor` times an even share."""
+        most = need.ranks * need.most_to_one
+        capacity = receive_rows(need.share, most, factor)
+        window = need.rows
+        if need.bounded:
+            window = receive_rows(need.share, need.rows, factor)
+        num_windows = max(-(-need.rows // window), 1) if window else 1
+        fits = capacity >= most and num_windows == 1
+        return cls(need.ranks, need.local_experts, capacity, window, num_windows, link, fits)
+
+    @property
+    def writes_in_place(self) -> bool:
+        return self.num_windows == 1
 
     def route(self, expert_ids_MA: jax.Array) -> Routing:
         plan = plan_permute(expert_ids_MA, self.ranks * self.local_experts)
-        counts_PE = checkpoint_name(lax.all_gather(plan.group_sizes, self.link.axis), DISPATCHED)
-        return Routing(plan, counts_PE)
+        sizes_WE = window_sizes(plan.group_sizes, self.window, self.num_windows)
+        counts_PWE = checkpoint_name(self.link.gather(sizes_WE), DISPATCHED)
+        return Routing(plan, counts_PWE.swapaxes(0, 1))
 
     def num_rounds(self, routing: Routing) -> jax.Array:
-        return num_turns(routing.counts_PE, self.capacity)
+        return jnp.maximum(jnp.sum(self._turns(routing), dtype=jnp.int32), 1)
 
     def sent_rows(self, routing: Routing, num_rounds: jax.Array) -> jax.Array:
-        """Rows that leave this device on their way to experts."""
-        me = lax.axis_index(self.link.axis)
+        """Rows for the experts of every device [P]."""
         by_device_P = routing.plan.group_sizes.reshape(self.ranks, -1).sum(-1)
-        return (by_device_P.sum() - by_device_P[me]).astype(jnp.float32)
+        return by_device_P.astype(jnp.float32)
 
-    def send(self, x_ML: jax.Array, routing: Routing, turn) -> Arrived:
-        there, back = self._runs(routing, turn)
-        rows_RL = permute(x_ML, routing.plan)
-        slots_CL = fetch_rows(rows_RL, there, back, self.link, self.capacity)
-        mine_Pe = lax.dynamic_slice_in_dim(
-            routing.counts_PE,
-            lax.axis_index(self.link.axis) * self.local_experts,
-            self.local_experts,
-            axis=1,
-        )
-        return Arrived(
-            checkpoint_name(slots_CL, DISPATCHED), arrival_plan(mine_Pe, turn, self.capacity)
-        )
+    def size_bytes(self) -> int:
+        """Bytes of the counts that go to every other device."""
+        return 4 * self.num_windows * self.ranks * self.local_experts
+
+    def send(self, x: Any, routing: Routing, turn) -> Arrived:
+        counts_PE, plan, turn = self._step(routing, turn)
+        there, back = turn_runs(counts_PE, self.link.me(), turn, self.capacity)
+
+        def moved(x_ML):
+            rows_RL = permute(x_ML, plan)
+            slots_CL = fetch_rows(rows_RL, there, back, self.link, self.capacity)
+            return checkpoint_name(slots_CL, DISPATCHED)
+
+        first = self.link.me() * self.local_experts
+        mine_Pe = lax.dynamic_slice_in_dim(counts_PE, first, self.local_experts, axis=1)
+        return Arrived(jax.tree.map(moved, x), arrival_plan(mine_Pe, turn, self.capacity))
+
+    def start(self, like_ML: jax.Array, weights_MA: jax.Array) -> jax.Array:
+        """What `collect` writes to before any turn."""
+        if self.writes_in_place:
+            return blank_rows(weights_MA.size, like_ML)
+        wide = jnp.promote_types(like_ML.dtype, jnp.float32)
+        return jnp.zeros(like_ML.shape, wide)
 
     def collect(self, out_CL: jax.Array, weights_MA, routing: Routing, turn, so_far=None):
-        """Results by sorted place [R, L]; places of other turns are as in `so_far`."""
-        if so_far is None:
-            so_far = blank_rows(weights_MA.size, out_CL)
-        there, back = self._runs(routing, turn)
-        return return_rows(out_CL, so_far, there, back, self.link)
+        """Results by sorted place [R, L]; places of other turns are as in `so_far`.
+
+        With several windows: the weighted sum [M, L], float32 or wider, added to `so_far`.
+        """
+        counts_PE, plan, turn = self._step(routing, turn)
+        there, back = turn_runs(counts_PE, self.link.me(), turn, self.capacity)
+        if self.writes_in_place:
+            if so_far is None:
+                so_far = self.start(out_CL, weights_MA)
+            return return_rows(out_CL, so_far, there, back, self.link)
+        # Zeros, not blank rows: the turns of a window each bring some of its rows, all are summed.
+        zeros_SL = jnp.zeros((self.window, out_CL.shape[1]), out_CL.dtype)
+        rows_SL = return_rows(out_CL, zeros_SL, there, back, self.link)
+        rows_SL = checkpoint_name(rows_SL, RETURNED).astype(
+            jnp.promote_types(out_CL.dtype, jnp.float32)
+        )
+        sum_ML = unpermute(rows_SL, weights_inside(plan, weights_MA), plan)
+        return sum_ML if so_far is None else so_far + sum_ML
 
     def finish(self, rows_RL: jax.Array, weights_MA: jax.Array, routing: Routing) -> jax.Array:
+        if not self.writes_in_place:
+            return rows_RL
         return unpermute(checkpoint_name(rows_RL, RETURNED), weights_MA, routing.plan)
 
-    def _runs(self, routing: Routing, turn):
-        return turn_runs(routing.counts_PE, lax.axis_index(self.link.axis), turn, self.capacity)
+    def _turns(self, routing: Routing) -> jax.Array:
+        """Turns that every window takes [W]; those behind the last row take none."""
+        return jax.vmap(lambda counts_PE: turns_of(counts_PE, self.capacity))(routing.counts_WPE)
+
+    def _step(self, routing: Routing, turn):
+        """Counts and sort of the window that is on in a turn, and the turn within it."""
+        if self.num_windows == 1:
+            return routing.counts_WPE[0], routing.plan, turn
+        turns_W = self._turns(routing)
+        ends_W = jnp.cumsum(turns_W, dtype=jnp.int32)
+        which = jnp.minimum(jnp.sum(turn >= ends_W, dtype=jnp.int32), self.num_windows - 1)
+        plan = window_plan(routing.plan, which, self.window)
+        return routing.counts_WPE[which], plan, turn - (ends_W - turns_W)[which]

@@ -33,68 +33,130 @@ RETURNED = "moe_returned"
 
 
 class Arrived(NamedTuple):
-    """Rows as a device received them, and their sort by local expert."""
+    """What a device received, and its sort by local expert."""
 
-    rows_CL: jax.Array
+    rows: Any  # [C, L], or a pytree of such arrays that went together
     plan: PermutePlan
+
+
+class Need(NamedTuple):
+    """What an exchange is sized for; rows and experts of one device."""
+
+    ranks: int
+    local_experts: int
+    rows: int  # assignments it has to send at most
+    share: float  # rows it sends, and receives, under an even routing
+    most_to_one: int  # rows it may have for one device
+    bounded: bool = False  # whether `rows` is too many to hold at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What a round runs, all static."""
+    """What a round runs, all static.
 
-    exchange: Any  # Padded or Ragged
-    expert_fn: Callable
+    Attributes:
+      exchange: `Padded`, `Ragged` or `Windows`.
+      serve: ``(weights, Arrived, in_loop) -> rows, ExchangeStats``: what becomes of arrived rows.
+      in_loop: this exchange runs inside the loop of another. Then all its rounds are in its own
+        loop: a straight first round would be one more copy of the experts' code for every loop.
+    """
+
+    exchange: Any
+    serve: Callable
+    in_loop: bool
 
 
 def routed_experts(
-    make_exchange, x_ML, expert_ids_MA, weights_MA, weights, expert_fn, *, num_experts: int,
-    slices: int, all_axes: tuple[str, ...],
+    make_exchange, x, expert_ids_MA, weights_MA, weights, serve, *, num_experts: int,
+    slices: int, all_axes: tuple[str, ...], in_loop: bool = False,
 ):  # fmt: skip
     """Σ over a token's experts of weight times expert output; call it inside shard_map.
 
     Args:
-      make_exchange: number of assignments in a slice -> `Padded` or `Ragged` of that size.
-      x_ML, expert_ids_MA, weights_MA: this device's tokens; id `num_experts` means no expert.
+      make_exchange: number of tokens in a slice -> `Padded`, `Ragged` or `Windows` for them.
+      x: this device's tokens [M, L], or a pytree of such arrays whose first is the tokens and whose
+        others go with them.
+      expert_ids_MA: int32; `num_experts` means no expert.
+      weights_MA: float32 combine weights.
       weights: pytree of this device's expert weights [e, ...].
-      expert_fn: ``(weights, rows, group_sizes) -> rows``.
+      serve: see `Program`.
       slices: how many the tokens are cut into, at most as many as there are tokens.
       all_axes: mesh axes whose devices must take the same number of rounds.
+      in_loop: see `Program`.
     Returns:
-      [M, L] in x's dtype, and ExchangeStats.
+      [M, L] in x's dtype, and ExchangeStats of this device.
     """
-    num_tokens = x_ML.shape[0]
+    num_tokens = expert_ids_MA.shape[0]
     slices = max(min(slices, num_tokens), 1)
-    x_sML, weights_sMA = _cut(x_ML, slices, 0), _cut(weights_MA, slices, 0)
+    x_s, weights_sMA = _cut(x, slices, 0), _cut(weights_MA, slices, 0)
     ids_sMA = _cut(expert_ids_MA, slices, num_experts)
-    exchange = make_exchange(ids_sMA[0].size)
-    program = Program(exchange, expert_fn)
+    exchange = make_exchange(ids_sMA[0].shape[0])
+    program = Program(exchange, serve, in_loop and not exchange.never_overflows)
     routings = [exchange.route(ids_MA) for ids_MA in ids_sMA]
-    most = functools.reduce(jnp.maximum, map(exchange.num_rounds, routings))
-    num_rounds = checkpoint_name(lax.pmax(most, all_axes), DISPATCHED)
-    back_s = _first_rounds(program, x_sML, weights_sMA, weights, routings)
+    num_rounds = functools.reduce(jnp.maximum, map(exchange.num_rounds, routings))
+    if all_axes:
+        num_rounds = checkpoint_name(lax.pmax(num_rounds, all_axes), DISPATCHED)
+    if program.in_loop:
+        starts = [exchange.start(_rows(a), w) for a, w in zip(x_s, weights_sMA, strict=True)]
+        back_s, stats = starts, ExchangeStats.nothing_sent()
+    else:
+        back_s, stats = _first_rounds(program, x_s, weights_sMA, weights, routings, in_loop)
     if not exchange.never_overflows:
-        routed = (x_sML, weights_sMA, weights, routings, num_rounds)
-        back_s = _add_further_rounds(program, back_s, *routed)
+        routed = (x_s, weights_sMA, weights, routings, num_rounds)
+        back_s, more = _add_further_rounds(program, back_s, *routed)
+        stats = stats.plus(more)
     out_sML = [
-        exchange.finish(*part).astype(x_ML.dtype)
+        exchange.finish(*part).astype(_rows(x).dtype)
         for part in zip(back_s, weights_sMA, routings, strict=True)
     ]
-    sent = functools.reduce(jnp.add, [exchange.sent_rows(r, num_rounds) for r in routings])
-    out_ML = out_sML[0] if slices == 1 else jnp.concatenate(out_sML)[:num_tokens]
-    return out_ML, ExchangeStats(num_rounds.astype(jnp.float32), sent)
+    for routing in routings:
+        stats = stats.plus(_count(exchange, routing, num_rounds, x))
+    return out_sML[0] if slices == 1 else jnp.concatenate(out_sML)[:num_tokens], stats
 
 
-def _cut(x_M: jax.Array, slices: int, fill) -> list[jax.Array]:
+def _rows(x: Any) -> jax.Array:
+    """The tokens among what travels together."""
+    return jax.tree.leaves(x)[0]
+
+
+def _count(exchange, routing, num_rounds, x) -> ExchangeStats:
+    """Rows and bytes of one slice that leave this device in the forward pass."""
+    rounds = num_rounds.astype(jnp.float32)
+    if exchange.link is None:
+        return ExchangeStats.nothing_sent(rounds)
+    there = sum(a.shape[1] * a.dtype.itemsize for a in jax.tree.leaves(x))
+    back = _rows(x).shape[1] * _rows(x).dtype.itemsize
+    rows_P = exchange.sent_rows(routing, num_rounds)
+    bytes_P = rows_P * (there + exchange.told_bytes + back) + exchange.size_bytes()
+    away_P = jnp.arange(exchange.ranks, dtype=jnp.int32) != exchange.link.me()
+    far_P = exchange.link.leaves_host(exchange.ranks)
+    sums = [jnp.sum(jnp.where(m, a, 0)) for m in (away_P, far_P) for a in (rows_P, bytes_P)]
+    return ExchangeStats(rounds, *sums)
+
+
+def through_experts(expert_fn, weights, arrived: Arrived, in_loop: bool):
+    """`serve` of rows that each arrived for one expert."""
+    rows_RL = permute(arrived.rows, arrived.plan)
+    out_RL = expert_fn(weights, rows_RL, arrived.plan.group_sizes)
+    wide = jnp.promote_types(out_RL.dtype, jnp.float32)
+    ones = jnp.ones((out_RL.shape[0], 1), wide)
+    return unpermute(out_RL, ones, arrived.plan), ExchangeStats.nothing_sent()
+
+
+def _cut(x: Any, slices: int, fill) -> list[Any]:
     """Equal slices of the rows; `fill` stands behind the last row."""
     if slices == 1:
-        return [x_M]
-    missing = -x_M.shape[0] % slices
-    widths = ((0, missing),) + ((0, 0),) * (x_M.ndim - 1)
-    return list(jnp.split(jnp.pad(x_M, widths, constant_values=fill), slices))
+        return [x]
+
+    def parts(x_ML):
+        missing = ((0, -x_ML.shape[0] % slices), (0, 0))
+        return jnp.split(jnp.pad(x_ML, missing, constant_values=fill), slices)
+
+    leaves, kind = jax.tree.flatten(x)
+    return [jax.tree.unflatten(kind, part) for part in zip(*map(parts, leaves), strict=True)]
 
 
-def _first_rounds(program: Program, x_sML, weights_sMA, weights, routings) -> list[jax.Array]:
+def _first_rounds(program: Program, x_s, weights_sMA, weights, routings, in_loop: bool):
     """The first round of every slice, overlapping as the module says.
 
     Each barrier puts the next departure behind this arrival and behind the experts before it: the
@@ -102,89 +164,90 @@ def _first_rounds(program: Program, x_sML, weights_sMA, weights, routings) -> li
     slice are not made to wait for anything.
     """
     exchange, turn = program.exchange, jnp.int32(0)
-    arrived, done, back_s = exchange.send(x_sML[0], routings[0], turn), None, []
-    last = len(routings) - 1
+    arrived, done, back_s = exchange.send(x_s[0], routings[0], turn), None, []
+    last, stats = len(routings) - 1, ExchangeStats.nothing_sent()
     for i in range(last + 1):
         ahead = None
         if i < last:
-            x_ML, rows_CL, done = lax.optimization_barrier((x_sML[i + 1], arrived.rows_CL, done))
-            arrived = arrived._replace(rows_CL=rows_CL)
-            ahead = exchange.send(x_ML, routings[i + 1], turn)
-        out_CL = _run_experts(program, weights, arrived)
+            x, rows, done = lax.optimization_barrier((x_s[i + 1], arrived.rows, done))
+            arrived = arrived._replace(rows=rows)
+            ahead = exchange.send(x, routings[i + 1], turn)
+        out_CL, served = program.serve(weights, arrived, in_loop)
+        stats = stats.plus(served)
         if done is not None:
             back_s.append(exchange.collect(done, weights_sMA[i - 1], routings[i - 1], turn))
         arrived, done = ahead, out_CL
-    return [*back_s, exchange.collect(done, weights_sMA[last], routings[last], turn)]
+    return [*back_s, exchange.collect(done, weights_sMA[last], routings[last], turn)], stats
 
 
-def _run_experts(program: Program, weights, arrived: Arrived) -> jax.Array:
-    """Rows through their experts, each at its own slot again."""
-    rows_RL = permute(arrived.rows_CL, arrived.plan)
-    out_RL = program.expert_fn(weights, rows_RL, arrived.plan.group_sizes)
-    wide = jnp.promote_types(out_RL.dtype, jnp.float32)
-    return unpermute(out_RL, jnp.ones((out_RL.shape[0], 1), wide), arrived.plan)
-
-
-def _add_further_rounds(program, back_s, x_sML, weights_sMA, weights, routings, num_rounds):
-    """`back_s` with what the further rounds bring."""
-    stacked = [jnp.stack(a) for a in (x_sML, weights_sMA)]
-    routing = jax.tree.map(lambda *parts: jnp.stack(parts), *routings)
-    first = jnp.stack(back_s)
-    in_place = program.exchange.writes_in_place
+def _add_further_rounds(program, back_s, x_s, weights_sMA, weights, routings, num_rounds):
+    """`back_s` with what the further rounds bring, and their stats."""
+    stack = lambda parts: jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)  # noqa: E731
+    first = stack(back_s)
+    in_place = program.exchange.writes_in_place or program.in_loop
     start = first if in_place else jnp.zeros_like(first)
-    further = _further_rounds(program, *stacked, weights, routing, num_rounds, start)
-    return list(further if in_place else first + further)
+    further, stats = _further_rounds(
+        program, stack(x_s), stack(weights_sMA), weights, stack(routings), num_rounds, start
+    )
+    return list(further if in_place else first + further), stats
 
 
-def _one_round(program: Program, turn, routing, so_far, x_ML, weights_MA, weights):
-    arrived = program.exchange.send(x_ML, routing, turn)
-    out_CL = _run_experts(program, weights, arrived)
-    return program.exchange.collect(out_CL, weights_MA, routing, turn, so_far)
+def _one_round(program: Program, turn, routing, so_far, x, weights_MA, weights):
+    arrived = program.exchange.send(x, routing, turn)
+    out_CL, stats = program.serve(weights, arrived, True)
+    return program.exchange.collect(out_CL, weights_MA, routing, turn, so_far), stats
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _further_rounds(program, x_sML, weights_sMA, weights, routing_s, num_rounds, back_s):
-    """`back_s` after the rounds 1, 2, ... `num_rounds` - 1 of every slice."""
-    return _further_fwd(program, x_sML, weights_sMA, weights, routing_s, num_rounds, back_s)[0]
+def _further_rounds(program, x_s, weights_sMA, weights, routing_s, num_rounds, back_s):
+    """`back_s` after the rounds 1, 2, ... `num_rounds` - 1 of every slice, and their stats."""
+    return _further_fwd(program, x_s, weights_sMA, weights, routing_s, num_rounds, back_s)[0]
 
 
-def _further_fwd(program, x_sML, weights_sMA, weights, routing_s, num_rounds, back_s):
-    slices = x_sML.shape[0]
+def _steps(program: Program, num_rounds, slices: int):
+    """First step of the loop and the one past the last; a step is one round of one slice."""
+    return jnp.int32(0 if program.in_loop else slices), slices * num_rounds
+
+
+def _further_fwd(program, x_s, weights_sMA, weights, routing_s, num_rounds, back_s):
+    slices = weights_sMA.shape[0]
+    begin, end = _steps(program, num_rounds, slices)
 
     def body(state):
-        step, back_s = state
+        step, back_s, stats = state
         i = step % slices
-        routing, x_ML, weights_MA = _slice_of((routing_s, x_sML, weights_sMA), i)
+        routing, x, weights_MA = _slice_of((routing_s, x_s, weights_sMA), i)
         turn = step // slices
-        back = _one_round(program, turn, routing, back_s[i], x_ML, weights_MA, weights)
-        return step + 1, back_s.at[i].set(back)
+        back, served = _one_round(program, turn, routing, back_s[i], x, weights_MA, weights)
+        return step + 1, back_s.at[i].set(back), stats.plus(served)
 
-    end = slices * num_rounds
-    _, back_s = lax.while_loop(lambda s: s[0] < end, body, (jnp.int32(slices), back_s))
-    return back_s, (x_sML, weights_sMA, weights, routing_s, num_rounds)
+    start = (begin, back_s, ExchangeStats.nothing_sent())
+    _, back_s, stats = lax.while_loop(lambda s: s[0] < end, body, start)
+    return (back_s, stats), (x_s, weights_sMA, weights, routing_s, num_rounds)
 
 
-def _further_bwd(program, residuals, dback_s):
-    x_sML, weights_sMA, weights, routing_s, num_rounds = residuals
-    slices = x_sML.shape[0]
+def _further_bwd(program, residuals, cotangents):
+    x_s, weights_sMA, weights, routing_s, num_rounds = residuals
+    dback_s, _ = cotangents
+    slices = weights_sMA.shape[0]
+    begin, end = _steps(program, num_rounds, slices)
 
     def body(state):
-        step, (dx_sML, dweights_sMA, dweights) = state
+        step, (dx_s, dweights_sMA, dweights) = state
         i = step % slices
-        routing, dback, x_ML, weights_MA = _slice_of((routing_s, dback_s, x_sML, weights_sMA), i)
+        routing, dback, x, weights_MA = _slice_of((routing_s, dback_s, x_s, weights_sMA), i)
         one_round = functools.partial(_one_round, program, step // slices, routing, None)
-        _, pull = jax.vjp(one_round, x_ML, weights_MA, weights)
-        dx_ML, dweights_MA, new = pull(dback)
+        _, pull, _ = jax.vjp(one_round, x, weights_MA, weights, has_aux=True)
+        dx, dweights_MA, new = pull(dback)
         dweights = jax.tree.map(lambda total, g: total + g.astype(total.dtype), dweights, new)
-        dx_sML = dx_sML.at[i].add(dx_ML.astype(dx_sML.dtype))
-        return step + 1, (dx_sML, dweights_sMA.at[i].add(dweights_MA), dweights)
+        dx_s = jax.tree.map(lambda total, g: total.at[i].add(g.astype(total.dtype)), dx_s, dx)
+        return step + 1, (dx_s, dweights_sMA.at[i].add(dweights_MA), dweights)
 
-    primals = (x_sML, weights_sMA, weights)
+    primals = (x_s, weights_sMA, weights)
     zeros = jax.tree.map(
         lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), primals
     )
-    end = slices * num_rounds
-    _, grads = lax.while_loop(lambda s: s[0] < end, body, (jnp.int32(slices), zeros))
+    _, grads = lax.while_loop(lambda s: s[0] < end, body, (begin, zeros))
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, primals)
     # What the rounds started from passes through: no round reads it.
     return (*grads, *jax.tree.map(_float0, (routing_s, num_rounds)), dback_s)

@@ -1,0 +1,234 @@
+"""A token sent once a device or once a host gives what one row for each of its experts gives.
+
+Several experts a device, more choices than hosts and fewer than devices, a prime number of tokens,
+NaN wherever a row is not meant to be read; rows and bytes are those that NumPy counts.
+"""
+
+import functools
+import itertools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moejax.partitioning.expert_exchange import collective, exchange_experts, ragged
+from moejax.partitioning.expert_exchange.levels import distinct_groups, even_copies
+from tests.sharded.meshes import (
+    DATA2_EXPERT4,
+    DATA2_FSDP2_EXPERT2,
+    EXPERT8,
+    FSDP2_EXPERT4,
+    assert_leaves_agree,
+    mesh_of,
+    named,
+)
+from tests.sharded.test_exchange import FAST_COMPILE, experts
+
+B, T, A, E, WIDTH = 8, 7, 5, 24, 6
+TOKEN = np.arange(B * T).reshape(B, T, 1)
+
+
+class Case(NamedTuple):
+    mesh: dict
+    hosts: int
+    level: str
+    exchange: str
+    factor: float
+    slices: int
+
+    def __str__(self) -> str:
+        mesh = f"{named(self.mesh)}on{self.hosts}"
+        return f"{mesh}-{self.level}-{self.exchange}-x{self.factor}-in{self.slices}"
+
+
+CASES = [
+    Case(EXPERT8, 2, "device", "ragged", 1.25, 2),
+    Case(FSDP2_EXPERT4, 2, "device", "padded", 0.5, 1),
+    Case(EXPERT8, 2, "host", "ragged", 0.5, 1),
+    Case(EXPERT8, 4, "host", "padded", 1.25, 2),
+]
+MESHES = [
+    (EXPERT8, 2), (EXPERT8, 4), (EXPERT8, 8), (FSDP2_EXPERT4, 2), (DATA2_EXPERT4, 2),
+    (DATA2_FSDP2_EXPERT2, 2),
+]  # fmt: skip
+PRODUCT = [
+    Case(*mesh, level, exchange, factor, slices)
+    for mesh, level, exchange, factor, slices in itertools.product(
+        MESHES, ("device", "host"), ("ragged", "padded"), (0.25, 1.25, 9.0), (1, 2)
+    )
+]
+by_name = {str(case): case for case in CASES + PRODUCT}
+
+
+def routings() -> dict[str, np.ndarray]:
+    """Expert ids [B, T, A]; id E means no expert."""
+    rng = np.random.default_rng(3)
+    distinct = np.argsort(rng.random((B, T, E)), -1)[..., :A]
+    without = rng.random((B, T, 1)) < 0.4
+    out = {
+        "balanced": (TOKEN * A + np.arange(A)) % E,
+        "random": distinct,
+        "one expert": np.full((B, T, A), 13),
+        "one device": 12 + distinct % 3,
+        "one host": distinct % 12,
+        "three empty": distinct % (E - 3),
+        "padding": np.where(without, E, distinct),
+        "some none": np.where(rng.random((B, T, A)) < 0.5, E, distinct),
+        "no expert": np.full((B, T, A), E),
+    }
+    return {name: ids.astype(np.int32) for name, ids in out.items()}
+
+
+@functools.cache
+def values(dtype: str):
+    """Inputs [x, combine weights, expert weights] and the cotangent of the output."""
+    rng = np.random.default_rng(WIDTH)
+    draw = lambda *shape, scale=1.0: (scale * rng.standard_normal(shape)).astype(dtype)  # noqa: E731
+    weights = {"up": draw(E, WIDTH, WIDTH, scale=WIDTH**-0.5), "bias": draw(E, WIDTH)}
+    return (draw(B, T, WIDTH), draw(B, T, A), weights), draw(B, T, WIDTH)
+
+
+@functools.cache
+def program(case: str, dtype: str = "float32"):
+    """Compiled (values, ids, cotangent) -> (output, gradients, stats), its buffers full of NaN."""
+    _, hosts, level, exchange, factor, slices = by_name[case]
+    options = {"exchange": exchange, "slices": slices, "level": level, "hosts": hosts}
+    options |= {"buffer_factor": factor, "receive_factor": factor}
+
+    def run(inputs, ids, cotangent):
+        def forward(x, combine, weights):
+            return exchange_experts(x, ids, combine, weights, experts, num_experts=E, **options)
+
+        out, pull, stats = jax.vjp(forward, *inputs, has_aux=True)
+        return out, pull(cotangent), stats
+
+    def poisoned(num_rows, like):
+        return jnp.full((num_rows, like.shape[1]), jnp.nan, like.dtype)
+
+    inputs, cotangent = values(dtype)
+    with pytest.MonkeyPatch.context() as patch, jax.set_mesh(mesh_of(by_name[case].mesh)):
+        for module in (collective, ragged):
+            patch.setattr(module, "blank_rows", poisoned)
+        jitted = jax.jit(run, compiler_options=FAST_COMPILE)
+        return jitted.lower(inputs, routings()["random"], cotangent).compile()
+
+
+@functools.cache
+def plain_program():
+    """Every expert on every token, then the weighted sum of the chosen ones."""
+
+    def plain(x_BTL, weights_BTA, weights, ids_BTA):
+        all_BTEL = jnp.tanh(jnp.einsum("btl,elk->btek", x_BTL, weights["up"]) + weights["bias"])
+        chosen_BTAE = jax.nn.one_hot(ids_BTA, E, dtype=x_BTL.dtype)
+        return jnp.einsum("btekl,btae,bta->btl", all_BTEL[..., None, :], chosen_BTAE, weights_BTA)
+
+    def run(inputs, ids, cotangent):
+        out, pull = jax.vjp(lambda *v: plain(*v, ids), *inputs)
+        return out, pull(cotangent)
+
+    return jax.jit(run, compiler_options=FAST_COMPILE)
+
+
+def check(case: str, kind: str, dtype: str = "float32", tolerance: float = 1e-5):
+    """Output and gradients equal the plain sum, where tokens without expert hold NaN."""
+    (x, combine, weights), cotangent = values(dtype)
+    ids = routings()[kind]
+    poisoned = np.where((ids == E).all(-1, keepdims=True), np.nan, x).astype(dtype)
+    *got, stats = program(case, dtype)((poisoned, combine, weights), ids, cotangent)
+    want = plain_program()((x, combine, weights), ids, cotangent)
+    assert_leaves_agree(jax.tree.map(np.asarray, got), want, tolerance)
+    return stats
+
+
+def crossings(case: str, ids: np.ndarray) -> tuple[float, float]:
+    """Rows that leave a device and rows that leave its host, per device, by counting sets."""
+    mesh, hosts, level, *_ = by_name[case]
+    ranks = mesh["expert"]
+    near = ranks // hosts
+    left_device = left_host = 0
+    for row, token_ids in enumerate(ids):
+        me = row % ranks  # one row a device; the expert axis is the last that is split
+        for chosen in token_ids:
+            devices = {int(e) // (E // ranks) for e in chosen if e < E}
+            far = {d for d in devices if d // near != me // near}
+            if level == "device":
+                left_device += len(devices - {me})
+                left_host += len(far)
+                continue
+            reached = {d // near for d in far}
+            left_host += len(reached)
+            # Those that cross, then those that are passed on from the device they came to.
+            left_device += len(reached) + len({d for d in devices if d % near != me % near})
+    return left_device / B, left_host / B
+
+
+@pytest.mark.parametrize("case", [str(case) for case in CASES])
+def test_equals_the_plain_sum(case):
+    rounds = {}
+    for kind, ids in routings().items():
+        stats = check(case, kind)
+        rounds[kind] = float(stats.rounds)
+        if by_name[case].exchange == "ragged":
+            assert (stats.sent_rows, stats.network_rows) == crossings(case, ids), kind
+    assert rounds["one expert"] > 1 and rounds["no expert"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [str(case) for case in PRODUCT])
+def test_full_product(case):
+    for kind, ids in routings().items():
+        stats = check(case, kind)
+        if by_name[case].exchange == "ragged":
+            assert (stats.sent_rows, stats.network_rows) == crossings(case, ids), kind
+        if by_name[case].factor == 9.0:
+            assert stats.rounds == 1
+
+
+@pytest.mark.parametrize("case", [str(CASES[2])])
+def test_in_float64(case):
+    """No rounding to hide behind."""
+    with jax.enable_x64(True):
+        for kind in ("random", "one expert", "one host", "padding"):
+            check(case, kind, "float64", 1e-12)
+
+
+@pytest.mark.parametrize("groups,size", [(8, 3), (2, 12), (24, 1), (1, 24)])
+def test_groups_are_named_once(groups, size):
+    for ids in routings().values():
+        got = np.asarray(distinct_groups(jnp.asarray(ids.reshape(-1, A)), groups, size))
+        assert got.shape == (B * T, min(A, groups))
+        for row, chosen in zip(got, ids.reshape(-1, A), strict=True):
+            named_groups = [g for g in row if g < groups]
+            assert len(named_groups) == len(set(named_groups))
+            assert set(named_groups) == {e // size for e in chosen if e < E}
+
+
+def test_average_number_of_copies():
+    """Against choosing at random, and what 16 of 896 experts come to."""
+    rng = np.random.default_rng(0)
+    chosen = np.argsort(rng.random((20000, E)), -1)[:, :A]
+    for groups in (2, 4, 8):
+        hit = [len(set(row)) for row in chosen // (E // groups)]
+        assert abs(np.mean(hit) - even_copies(E, groups, A)) < 5 * np.std(hit) / math.sqrt(len(hit))
+    # 14.25 and 7.06 if an expert could be chosen twice
+    assert round(even_copies(896, 64, 16), 2) == 14.36
+    assert round(even_copies(896, 8, 16), 2) == 7.07
+    assert even_copies(896, 1, 16) == 1 and even_copies(896, 896, 16) == 16
+
+
+@pytest.mark.parametrize(
+    "level,hosts,wrong",
+    [
+        ("rack", 2, "exchange level 'rack' is unknown"),
+        ("host", 1, "needs the 8 devices along the expert axis on several hosts"),
+        ("device", 3, "3 hosts do not share 8 devices"),
+    ],
+)
+def test_a_level_that_the_mesh_cannot_serve(level, hosts, wrong):
+    (x, combine, weights), _ = values("float32")
+    ids = routings()["random"]
+    with jax.set_mesh(mesh_of(EXPERT8)), pytest.raises(ValueError, match=wrong):
+        exchange_experts(x, ids, combine, weights, experts, num_experts=E, level=level, hosts=hosts)
