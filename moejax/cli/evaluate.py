@@ -165,7 +165,7 @@ def fit_to_devices(
     except ConfigError as error:
         if any(name.startswith("mesh.") for name in overrides):
             raise
-        moe = cfg.model.moe.replace(exchange="auto")
+        moe = cfg.model.moe.replace(exchange="auto", exchange_level="expert", exchange_hosts=0)
         cfg = cfg.replace(mesh=MeshConfig(), model=cfg.model.replace(moe=moe))
         sizes = cfg.mesh.sizes(count)
         note = f"note: {str(error).split('. ')[0].rstrip('.')}; evaluating on fsdp={count} instead."

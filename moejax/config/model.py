@@ -112,6 +112,8 @@ class MoeConfig(Section):
     aux_weight: float = setting(0.0, ge=0.0)
     exchange: str = setting("auto", choices=("auto", "local", "padded", "ragged"))
     exchange_slices: int = setting(1, ge=1)
+    exchange_level: str = setting("expert", choices=("expert", "device", "host"))
+    exchange_hosts: int = setting(0, ge=0)
     buffer_factor: float = setting(1.5, gt=0.0)
     receive_factor: float = setting(1.25, gt=0.0)
     capacity_factor: float = setting(0.0, ge=0.0)

@@ -110,8 +110,8 @@ def _write_rope(cfg: ModelConfig) -> dict[str, Any]:
 _NOT_WRITTEN = (
     "name", "dropout", "attention", "last_attention", "kda.chunk", "mla.latent_eps",
     "dsa.stage", "dsa.kl_weight", "dsa.k_norm_eps", "moe.balance", "moe.bias_rate",
-    "moe.aux_weight", "moe.exchange", "moe.exchange_slices", "moe.buffer_factor",
-    "moe.receive_factor", "moe.capacity_factor",
+    "moe.aux_weight", "moe.exchange", "moe.exchange_slices", "moe.exchange_level",
+    "moe.exchange_hosts", "moe.buffer_factor", "moe.receive_factor", "moe.capacity_factor",
 )  # fmt: skip
 
 

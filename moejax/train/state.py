@@ -44,7 +44,7 @@ class Program(NamedTuple):
 
 def build_program(cfg: RunConfig, mesh: Mesh) -> Program:
     """Model and optimizer as data, with a sharding for every array; nothing is allocated."""
-    parts = model_parts(cfg.model, track_max_logit=cfg.optim.qk_clip > 0)
+    parts = model_parts(cfg.with_hosts().model, track_max_logit=cfg.optim.qk_clip > 0)
     param_shardings = shardings_for(parts.infos, parts.params, mesh)
     trains = trainable_mask(cfg.train, parts.infos)
     params = stored_params(cfg.train, parts.params, parts.infos, trains)

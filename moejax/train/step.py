@@ -246,6 +246,7 @@ def _metrics(program: Program, state: TrainState, batch: Batch, measured: dict, 
     }
     for name, scale in (
         ("load", None), ("dropped", None), ("rounds", None), ("max_logit", None),
+        ("sent_bytes", None), ("sent_bytes_network", None),
         ("indexer_kl", counts["queries"]), ("aux_loss", counts["rows"]),
     ):  # fmt: skip
         value = by_layer(measured["aux"], segments, name)

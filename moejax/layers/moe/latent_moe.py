@@ -56,9 +56,11 @@ class LatentMoe(nnx.Module):
             latent_BTL, sent_BTA, weights_BTA, self.experts.weights(dtype), self.experts.row_fn(),
             num_experts=cfg.num_experts, weight_axes=self.experts.axes(),
             exchange=cfg.exchange, slices=cfg.exchange_slices,
+            level=cfg.exchange_level, hosts=cfg.exchange_hosts or 1,
             buffer_factor=cfg.buffer_factor, receive_factor=cfg.receive_factor,
         )  # fmt: skip
-        aux["rounds"] = stats.rounds
+        aux |= {"rounds": stats.rounds, "sent_bytes": stats.sent_bytes}
+        aux["sent_bytes_network"] = stats.network_bytes
         return self._finish(x_BTD, routed_BTL), aux
 
     def _finish(self, x_BTD: jax.Array, routed_BTL: jax.Array) -> jax.Array:
