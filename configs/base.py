@@ -170,11 +170,6 @@ def get_config() -> ConfigDict:
     # parts a device's tokens travel in, so that the exchange of one hides behind the experts'
     # work on another [>= 1]
     c.model.moe.exchange_slices = 1
-    # a token is sent once for each of its experts, of their devices, or of their hosts (and then on
-    # inside) [one of 'expert', 'device', 'host']
-    c.model.moe.exchange_level = "expert"
-    # hosts that share the experts, in equal runs of devices; 0 = mesh.dcn.expert [>= 0]
-    c.model.moe.exchange_hosts = 0
     # send buffer of the padded exchange relative to even routing; what does not fit takes another
     # round [> 0]
     c.model.moe.buffer_factor = 1.5
@@ -359,6 +354,15 @@ def get_config() -> ConfigDict:
     c.checkpoint.keep_best = True
     # write in the background
     c.checkpoint.asynchronous = True
+
+    c.placement = ConfigDict()
+    # steps between placements of the experts by their loads, so that devices have equal work; 0 =
+    # only what placement.file says [>= 0]
+    c.placement.every = 0
+    # experts that a device repeats beside its own, the busiest of other devices [>= 0 and <= 64]
+    c.placement.copies = 0
+    # placement to begin with, as `moejax place` writes it; empty = by number
+    c.placement.file = ""
 
     c.log = ConfigDict()
     # steps between lines of metrics.jsonl [>= 1]

@@ -53,9 +53,10 @@ def without_limits(parts: ModelParts) -> ModelParts:
     """
     moe = parts.cfg.moe
     free = moe.replace(capacity_factor=0.0, exchange="auto")
-    if free == moe and not any(parts.options.values()):
+    tracked = {name: value for name, value in parts.options.items() if name != "spread"}
+    if free == moe and not any(tracked.values()):
         return parts
-    return model_parts(parts.cfg.replace(moe=free))
+    return model_parts(parts.cfg.replace(moe=free), spread=parts.options["spread"])
 
 
 class Generator:

@@ -21,6 +21,7 @@ from moejax.layers.ffn import Glu
 from moejax.layers.kda import Kda
 from moejax.layers.mla import Mla
 from moejax.layers.moe.latent_moe import LatentMoe
+from moejax.layers.moe.placement import Spread
 from moejax.layers.norm import RmsNorm
 from moejax.models.grouping import LayerKind
 
@@ -86,7 +87,7 @@ class DecoderLayer(nnx.Module):
 
     def __init__(
         self, cfg: ModelConfig, kind: LayerKind, rngs: nnx.Rngs, *,
-        track_max_logit: bool = False, watch: bool = False,
+        track_max_logit: bool = False, watch: bool = False, spread: Spread | None = None,
     ):  # fmt: skip
         self.cfg, self.kind, self.watch = cfg, kind, watch
         std, eps = cfg.init_std, cfg.norm_eps
@@ -104,7 +105,7 @@ class DecoderLayer(nnx.Module):
         if kind.ffn == "dense":
             self.ffn = Glu(cfg.dim, cfg.ffn.dim, cfg.ffn, std, rngs)
         else:
-            self.ffn = LatentMoe(cfg.dim, cfg.moe, cfg.ffn, eps, std, rngs)
+            self.ffn = LatentMoe(cfg.dim, cfg.moe, cfg.ffn, eps, std, rngs, spread=spread)
 
     def __call__(
         self,

@@ -14,6 +14,7 @@ from moejax.config import ModelConfig
 from moejax.layers.attn_res import AttnRes
 from moejax.layers.cache import LayerCache, Now, read_layer, write_layer
 from moejax.layers.embed import Embed
+from moejax.layers.moe.placement import Spread
 from moejax.layers.norm import RmsNorm
 from moejax.layers.param import use
 from moejax.memory.layer_loop import Loop, run_layers, scan_layers
@@ -140,12 +141,12 @@ class Decoder(nnx.Module):
 
     def __init__(
         self, cfg: ModelConfig, rngs: nnx.Rngs, *,
-        track_max_logit: bool = False, watch: bool = False,
+        track_max_logit: bool = False, watch: bool = False, spread: Spread | None = None,
     ):  # fmt: skip
         self.cfg = cfg
         self.embed = Embed(cfg.vocab_size, cfg.dim, cfg.init_std, rngs)
         segments = segments_of(layer_kinds(cfg))
-        options = {"track_max_logit": track_max_logit, "watch": watch}
+        options = {"track_max_logit": track_max_logit, "watch": watch, "spread": spread}
         self.num_stacks = len(segments)
         for i, segment in enumerate(segments):
             setattr(self, f"stack{i}", Stack(cfg, segment, rngs, **options))

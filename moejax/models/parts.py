@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.config import ModelConfig
+from moejax.layers.moe.placement import Spread
 from moejax.layers.param import Balance, param_infos
 from moejax.models.decoder import Decoder, layer_kinds
 from moejax.models.grouping import Segment, segments_of
@@ -58,16 +59,19 @@ class ModelParts(NamedTuple):
 
 
 def model_parts(
-    cfg: ModelConfig, *, track_max_logit: bool = False, watch: bool = False
-) -> ModelParts:
+    cfg: ModelConfig, *, track_max_logit: bool = False, watch: bool = False,
+    spread: Spread | None = None,
+) -> ModelParts:  # fmt: skip
     """The parts of a model, without allocating any of it (2.8 T parameters take seconds).
 
     Args:
       cfg: the model.
       track_max_logit: layers measure the largest attention logit of each head, for QK-clip.
       watch: layers also say whether their outputs are finite (`bad_attention`, `bad_output`).
+      spread: experts may lie in other slots than their numbers say; the balancing state then also
+        holds where (`ffn.places`).
     """
-    options = {"track_max_logit": track_max_logit, "watch": watch}
+    options = {"track_max_logit": track_max_logit, "watch": watch, "spread": spread}
     abstract = nnx.eval_shape(lambda: Decoder(cfg, nnx.Rngs(params=0), **options))
     graph, *states = nnx.split(abstract, nnx.Param, Balance)
     params, balance = states

@@ -18,6 +18,7 @@ from moejax.optim import ema_params
 from moejax.train.compile import Compiled, compile_once
 from moejax.train.diagnose import NonFiniteError, first_bad_tensor
 from moejax.train.evaluate import EvalResult, Evaluator, put_batch
+from moejax.train.placement import Placer, without_places
 from moejax.train.samples import Samples
 from moejax.train.signals import StopRequest
 from moejax.train.state import Program, TrainState, as_tree
@@ -42,7 +43,7 @@ class Loop:
         self, program: Program, state: TrainState, iterator: TrainIterator, evaluator: Evaluator,
         checkpoints: Checkpoints, writers: Writers, progress: Progress, profiler: StepProfiler,
         tokens: int, *, sets: Mapping[str, Evaluator] | None = None, samples: Samples | None = None,
-        loads: LoadLog | None = None,
+        loads: LoadLog | None = None, placer: Placer | None = None,
     ):  # fmt: skip
         self.program, self.state, self.iterator, self.evaluator = (
             program,
@@ -56,7 +57,8 @@ class Loop:
             progress,
             profiler,
         )
-        self.sets, self.samples, self.loads = dict(sets or {}), samples, loads
+        self.sets, self.samples = dict(sets or {}), samples
+        self.loads, self.placer = loads, placer
         self.cfg = program.cfg
         self.start_step = int(state.step)
         self.tokens = tokens
@@ -189,11 +191,12 @@ class Loop:
             row["moe_load_max"] = (load.max(-1) / mean).tolist()
             row["moe_load_min"] = (load.min(-1) / mean).tolist()
             row["moe_dropped"] = np.asarray(host["dropped"]).tolist()
-            for key in ("rounds", "sent_bytes", "sent_bytes_network"):
-                row[f"moe_{key}"] = np.asarray(host[key]).tolist()
+            row["moe_rounds"] = np.asarray(host["rounds"]).tolist()
             row["dead_experts"] = self.dead.update(step, host["load"]).tolist()
             if self.loads is not None:
                 self.loads.add(step, host["load"])
+            if self.placer is not None:
+                row["moe_device_load_max"] = self.placer.observe(host["load"]).tolist()
         for name in ("indexer_kl", "aux_loss", "max_logit"):
             if name in host:
                 row[name] = np.asarray(host[name]).tolist()
@@ -201,16 +204,20 @@ class Loop:
         self.progress.update(step, row)
 
     def _is_due(self, step: int) -> bool:
-        """Whether this step is evaluated, sampled or saved by its period."""
+        """Whether this step is evaluated, sampled or saved by its period, or places experts."""
         sampled = self.samples is not None and self.samples.due(step)
-        return self._eval_due(step) or self.checkpoints.due(step) or sampled
+        placed = self.placer is not None and self.placer.due(step)
+        return self._eval_due(step) or self.checkpoints.due(step) or sampled or placed
 
     def _eval_due(self, step: int) -> bool:
         return self.cfg.eval.every > 0 and step % self.cfg.eval.every == 0
 
     def _milestone(self, step: int, *, final: bool, saving: bool) -> None:
-        """Evaluates and saves where it is due; then writes the step's line."""
+        """Places experts, evaluates and saves where it is due; then writes the step's line."""
         is_best = False
+        if self.placer is not None and self.placer.due(step):
+            self.state, line = self.placer.renew(self.state)
+            self.progress.print(f"step {step}: {line}")
         if final or self._eval_due(step):
             result = self.last_eval = self.evaluate()
             is_best = result.loss < self.best_eval
@@ -257,13 +264,18 @@ class Loop:
         if self.loads is not None:
             self.loads.flush()  # no record spans a step from which a run may go on
         position = {"data": self.iterator.get_state(), "tokens": self.tokens}
+        if self.placer is not None:
+            position["placement"] = self.placer.position()
+            self.state = self.placer.in_order(self.state)
         metrics = {
             k: v for k, v in self.last.items() if k in ("eval_loss", "loss") and v is not None
         }
         self.checkpoints.save(
             step,
-            as_tree(self.state, self.cfg.seed),
+            as_tree(self.state._replace(balance=without_places(self.state.balance)), self.cfg.seed),
             position=position,
             config=as_dict(self.cfg),
             metrics=metrics,
         )
+        if self.placer is not None:
+            self.state = self.placer.again(self.state)

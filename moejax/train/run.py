@@ -42,6 +42,7 @@ from moejax.train.evaluate import Evaluator
 from moejax.train.initial import keep_for_export, start_from_weights
 from moejax.train.lock import sole_run
 from moejax.train.loop import Loop
+from moejax.train.placement import open_placer
 from moejax.train.report import last_metrics, summarize
 from moejax.train.samples import Samples
 from moejax.train.self_check import self_check
@@ -106,7 +107,7 @@ def run(
     if latest is not None and latest >= cfg.train.num_steps:
         return _already_finished(cfg, workdir, checkpoints, latest)
     with sole_run(workdir):
-        self_check(cfg.with_hosts(), program.mesh, _say)
+        self_check(cfg, program.mesh, _say)
         result, summary = _train(program, workdir, corpora, checkpoints)
         if summary is not None:
             summary = dataclasses.replace(
@@ -126,6 +127,8 @@ def _train(
     """Prepares and runs the loop. Returns its result, and on the first process its report."""
     cfg, mesh, say = program.cfg, program.mesh, _say
     latest = checkpoints.latest_step()
+    saved_as, placer = program, open_placer(program)
+    program = placer.program if placer else program
     with _leaving_no_tokenizer(workdir):
         tokenizer = get_tokenizer(cfg.data, workdir)
         check_vocabulary(cfg, tokenizer)
@@ -138,7 +141,9 @@ def _train(
             name: Evaluator(program, one)
             for name, one in make_eval_sets(cfg, tokenizer, shard=shard).items()
         }
-        state, position, weights = restore_or_init(program, checkpoints, say)
+        state, position, weights = restore_or_init(saved_as, checkpoints, say)
+        if placer is not None:
+            state = placer.begin(state, position.get("placement"))
         if "data" in position:
             iterator.set_state(position["data"])
     start = int(state.step)
@@ -168,7 +173,7 @@ def _train(
             loop = Loop(
                 program, state, iterator, Evaluator(program, batches), checkpoints, writers,
                 progress, profiler, int(position.get("tokens", 0)), sets=sets, samples=samples,
-                loads=loads,
+                loads=loads, placer=placer,
             )  # fmt: skip
             del state  # the loop donates it
             say(f"compiling the step for {_shape_of(program)} ...")

@@ -12,11 +12,12 @@ from moejax.config import FfnConfig, MoeConfig
 from moejax.layers.ffn import Glu
 from moejax.layers.moe.balance import aux_loss_rows, histogram
 from moejax.layers.moe.experts import Experts
+from moejax.layers.moe.placement import MAX_PLACES, Spread, canonical, place_tables
 from moejax.layers.moe.router import Router
 from moejax.layers.norm import RmsNorm
-from moejax.layers.param import use, weight
+from moejax.layers.param import Balance, use, weight
 from moejax.partitioning import batch_local
-from moejax.partitioning.expert_exchange import exchange_experts
+from moejax.partitioning.expert_exchange import Copies, exchange_experts
 from pallas_kernels.permute import plan_permute
 
 
@@ -24,9 +25,16 @@ class LatentMoe(nnx.Module):
     """Router on the full width, experts on a latent, shared experts on the full width again."""
 
     def __init__(
-        self, dim: int, cfg: MoeConfig, ffn: FfnConfig, eps: float, std: float, rngs: nnx.Rngs
-    ):
-        self.cfg = cfg
+        self, dim: int, cfg: MoeConfig, ffn: FfnConfig, eps: float, std: float, rngs: nnx.Rngs, *,
+        spread: Spread | None = None,
+    ):  # fmt: skip
+        """
+        Args:
+          spread: experts may lie in other slots than their numbers say, over these devices; where
+            they do is state of the layer, which whoever moves the weights keeps up. None: they lie
+            in the order of their numbers.
+        """
+        self.cfg, self.spread = cfg, spread
         self.router = Router(dim, cfg, std, rngs)
         if cfg.latent_dim:
             self.latent_down = weight(rngs, (dim, cfg.latent_dim), ("embed", None), std=std)
@@ -36,6 +44,11 @@ class LatentMoe(nnx.Module):
         self.experts = Experts(cfg.latent_dim or dim, cfg, ffn, std, rngs)
         if cfg.num_shared:
             self.shared = Glu(dim, cfg.num_shared * cfg.expert_dim, ffn, std, rngs)
+        if spread is not None:
+            (places_ET,), (sources_K,) = place_tables(canonical(1, cfg.num_experts, spread))
+            self.places = Balance(jnp.asarray(places_ET), axes=(None, None))
+            if spread.copies:
+                self.sources = Balance(jnp.asarray(sources_K), axes=(None,))
 
     def __call__(
         self, x_BTD: jax.Array, segment_ids_BT: jax.Array, pinned_BTA: jax.Array | None = None
@@ -53,15 +66,37 @@ class LatentMoe(nnx.Module):
             sent_BTA = kept_BTA
         latent_BTL = x_BTD @ use(self.latent_down, dtype) if cfg.latent_dim else x_BTD
         routed_BTL, stats = exchange_experts(
-            latent_BTL, sent_BTA, weights_BTA, self.experts.weights(dtype), self.experts.row_fn(),
-            num_experts=cfg.num_experts, weight_axes=self.experts.axes(),
+            latent_BTL, self._places(sent_BTA), weights_BTA,
+            self.experts.weights(dtype), self.experts.row_fn(),
+            num_experts=self._num_places(), copies=self._copies(), weight_axes=self.experts.axes(),
             exchange=cfg.exchange, slices=cfg.exchange_slices,
-            level=cfg.exchange_level, hosts=cfg.exchange_hosts or 1,
             buffer_factor=cfg.buffer_factor, receive_factor=cfg.receive_factor,
         )  # fmt: skip
-        aux |= {"rounds": stats.rounds, "sent_bytes": stats.sent_bytes}
-        aux["sent_bytes_network"] = stats.network_bytes
+        aux["rounds"] = stats.rounds
         return self._finish(x_BTD, routed_BTL), aux
+
+    def _places(self, ids_BTA: jax.Array) -> jax.Array:
+        """Where the exchange finds the experts of each token; copies take turns by its number."""
+        if self.spread is None:
+            return ids_BTA
+        edge = ((0, 1), (0, 0))  # "no expert" is in no place
+        table_ET = jnp.pad(self.places[...], edge, constant_values=self._num_places())
+        B, T, _ = ids_BTA.shape
+        turn_BT = jnp.arange(B * T, dtype=jnp.int32).reshape(B, T) % self.spread.turns
+
+        def look_up(ids_BTA, turn_BT, table_ET):
+            return table_ET[ids_BTA, turn_BT[..., None]]
+
+        return batch_local(look_up, (0, 0))(ids_BTA, turn_BT, table_ET)
+
+    def _num_places(self) -> int:
+        num_experts = self.cfg.num_experts
+        return num_experts if self.spread is None else self.spread.num_places(num_experts)
+
+    def _copies(self) -> Copies | None:
+        if self.spread is None or not self.spread.copies:
+            return None
+        return Copies(self.sources[...], MAX_PLACES - 1)
 
     def _finish(self, x_BTD: jax.Array, routed_BTL: jax.Array) -> jax.Array:
         out = routed_BTL

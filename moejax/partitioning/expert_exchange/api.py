@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.partitioning.expert_exchange import levels, local
 from moejax.partitioning.expert_exchange.collective import Link
+from moejax.partitioning.expert_exchange.copies import Copies, with_copies
 from moejax.partitioning.rules import BATCH_AXES, stored_layout
 from moejax.partitioning.shard import active_mesh
 from pallas_kernels.choose import target_platform
@@ -39,6 +40,7 @@ def exchange_experts(
     x_BTL, expert_ids_BTA, weights_BTA, weights, expert_fn, *, num_experts: int,
     weight_axes=None, exchange: str = "auto", buffer_factor: float = 1.5,
     receive_factor: float = 1.25, slices: int = 1, level: str = "expert", hosts: int = 1,
+    copies: Copies | None = None,
 ):  # fmt: skip
     """Σ over each token's experts of weight times expert output, wherever the experts live.
 
@@ -56,6 +58,8 @@ def exchange_experts(
       slices: parts in which a device's tokens travel, so that exchange and experts overlap.
       level: a token is sent once for each of its experts, or of its devices, or of its hosts.
       hosts: how many share the ``expert`` axis, in equal runs; what crosses them is counted.
+      copies: experts that devices repeat. The ids then count places through the devices, each
+        one's experts and behind them its copies, and `num_experts` is the number of all places.
     Returns:
       [B, T, L], and ExchangeStats: the most rounds over devices, the mean of the rest.
     Raises:
@@ -67,6 +71,8 @@ def exchange_experts(
             raise ValueError(
                 f"exchange {exchange!r} needs a mesh with an expert axis; use 'auto' or 'local'."
             )
+        if copies is not None:
+            raise ValueError("copies of experts need a mesh whose expert axis they are made for.")
         return _on_rows(
             local.routed_experts,
             x_BTL,
@@ -86,8 +92,10 @@ def exchange_experts(
     axis = "expert" if name != "local" else None
     layouts = _layouts(weights, weight_axes, axis, dict(mesh.shape))
 
-    def per_device(x_BTL, expert_ids_BTA, weights_BTA, weights):
+    def per_device(x_BTL, expert_ids_BTA, weights_BTA, weights, sources_K):
         weights = jax.tree.map(functools.partial(_gather, but=axis), weights, layouts)
+        if copies is not None:
+            weights = with_copies(weights, copies._replace(sources_K=sources_K), link)
         run: Callable = local.routed_experts
         options: dict[str, Any] = {}
         if name != "local":
@@ -105,10 +113,10 @@ def exchange_experts(
     rows = P(BATCH_AXES)
     return jax.shard_map(
         per_device,
-        in_specs=(rows, rows, rows, layouts),
+        in_specs=(rows, rows, rows, layouts, P()),
         out_specs=(rows, P()),
         check_vma=False,
-    )(x_BTL, expert_ids_BTA, weights_BTA, weights)
+    )(x_BTL, expert_ids_BTA, weights_BTA, weights, copies and copies.sources_K)
 
 
 def _layouts(weights, weight_axes, axis: str | None, sizes: dict[str, int]):
