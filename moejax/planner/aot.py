@@ -187,9 +187,9 @@ def compile_for(
     if compiled is not None:
         hlo = compiled.call.as_text()  # type: ignore[attr-defined]
         near = near_devices(program.mesh, cfg.mesh)
-        collectives = tuple(
-            with_links(row, near) for row in count_collectives(hlo, dict(program.mesh.shape))
-        )
+        ids = [device.id for device in program.mesh.devices.flat]
+        found = count_collectives(hlo, dict(program.mesh.shape), ids)
+        collectives = tuple(with_links(row, near) for row in found)
         bound = _bound(program, hardware, memory, collectives, flops)
     return CompileReport(
         hardware=hardware.name,

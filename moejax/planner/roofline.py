@@ -96,6 +96,8 @@ def split_bytes(row: Collective, near: Near) -> tuple[float, float]:
     where each device of a host takes its share of what must cross: (h - 1) / h of the whole over
     h hosts, divided by the devices of a host.
     """
+    if row.between_slices:
+        return 0.0, float(row.sent_bytes)
     inside = min(math.prod(near.get(axis, 1) for axis in row.axes.split("*")), row.group)
     if inside >= row.group:
         return float(row.sent_bytes), 0.0

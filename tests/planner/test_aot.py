@@ -49,3 +49,22 @@ def test_a_step_too_large_for_the_chip_does_not_fit():
     wide = {"model.dim": 8192, "model.ffn.dim": 65536, "model.vocab_size": 300000}
     report = compile_for(load_config("tiny", SMALL | wide), parse_hardware("v6e:2x2"))
     assert not report.fits and report.memory.peak > report.memory.available
+
+
+@pytest.mark.parametrize(
+    ("hardware", "module", "axis"),
+    [("v5p:2x2x1*2", "libtpu", "data"), ("h200:2x2", "jax_plugins.xla_cuda13", "data"),
+     ("v5p:2x2x1*2", "libtpu", "expert"), ("h200:2x2", "jax_plugins.xla_cuda13", "expert")],
+)  # fmt: skip
+def test_what_crosses_hosts_or_slices_is_what_mesh_dcn_says(hardware, module, axis):
+    """HSDP: over the replicas a step sums shards and nothing else, with `data` between hosts."""
+    if importlib.util.find_spec(module) is None:
+        pytest.skip("needs pip install 'moejax[aot]'")
+    sizes = {"mesh.data": 2, "mesh.fsdp": -1, "mesh.expert": 2, f"mesh.dcn.{axis}": 2}
+    report = compile_for(load_config("tiny", WITH_EXPERTS | sizes), parse_hardware(hardware))
+    crossing = [row for row in report.collectives if row.network_bytes]
+    assert crossing and all(axis in row.axes for row in crossing)
+    kinds = {row.kind for row in crossing}
+    assert kinds == {"all-reduce"} if axis == "data" else "ragged-all-to-all" in kinds
+    place = "host" if module != "libtpu" else "slice"
+    assert f"{axis}=2 (" in report.links and f"between 2 {place}s)" in report.links

@@ -9,13 +9,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from moejax.planner.collectives import (
-    Collective,
-    count_collectives,
-    parse_computations,
-    replica_groups,
-    type_bytes,
-)
+from moejax.planner.collectives import Collective, count_collectives, replica_groups
+from moejax.planner.hlo import parse_computations, type_bytes
+from moejax.planner.roofline import with_links
 
 MESH = {"data": 2, "fsdp": 2, "expert": 2}
 
@@ -182,3 +178,42 @@ def test_a_compiled_loop_of_collectives_is_counted_as_written(mesh, axes):
         ("all-to-all", "*".join(axes), ways, 5, size),
     }
     assert not any(row.open_loop for row in found)
+
+
+# Two TPU slices, shortened: what crosses them is a `send` to their own runtime.
+SLICES = """\
+HloModule jit_step
+
+ENTRY %main (p: f32[8,128], i: s32[2]) -> f32[8,128] {
+  %p = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %i = s32[2]{0:T(128)} parameter(1)
+  %token = token[] after-all()
+  %rs = f32[4,128]{1,0} reduce-scatter(%p), channel_id=1, replica_groups={{0,1},{2,3}}, dimensions={0}, to_apply=%add
+  %send = (f32[4,128]{1,0:T(8,128)}, u32[], token[]) send(%rs, %token), channel_id=3, is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
+  %rows = (f32[8,128]{1,0}, u32[], token[]) send(%p, %token), channel_id=4, is_host_transfer=true, frontend_attributes={_xla_megascale_ragged_operand_index="0",_xla_megascale_target={{100000,200000},{100001,200001},{100002,200002},{100003,200003}},_xla_megascale_transfer_type="RAGGED_ALL_TO_ALL"}
+  %sizes = (s32[2]{0}, u32[], token[]) send(%i, %token), channel_id=5, is_host_transfer=true, frontend_attributes={_xla_megascale_ragged_operand_index="2",_xla_megascale_target={{100000,200000},{100001,200001},{100002,200002},{100003,200003}},_xla_megascale_transfer_type="RAGGED_ALL_TO_ALL"}
+  %callback = (s32[2]{0}, u32[], token[]) send(%i, %token), channel_id=6, is_host_transfer=true
+  %sent = token[] send-done(%send), channel_id=3
+  ROOT %ag = f32[8,128]{1,0} all-gather(%rs), channel_id=2, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("across", ["data", "expert"])
+def test_what_crosses_slices_is_told_apart(across):
+    """Groups inside a slice are numbered by the slice alone, those between by device."""
+    ids = np.array([[100000, 100001, 100002, 100003], [200000, 200001, 200002, 200003]])
+    inside = ["fsdp", "expert"] if across == "data" else ["data", "fsdp"]
+    ids = ids.ravel() if across == "data" else ids.T.ravel()
+    rows = count_collectives(SLICES, MESH, ids.tolist())
+    near = dict.fromkeys(MESH, 2) | {across: 1}
+    got = {(r.kind, r.axes, r.group, r.between_slices): with_links(r, near) for r in rows}
+    every = "*".join(inside)
+    assert got.keys() == {
+        ("reduce-scatter", inside[1], 2, False), ("all-gather", every, 4, False),
+        ("all-reduce", across, 2, True), ("ragged-all-to-all", across, 2, True),
+    }  # fmt: skip
+    sums, sends = got["all-reduce", across, 2, True], got["ragged-all-to-all", across, 2, True]
+    assert (sums.link_bytes, sums.network_bytes) == (0, 4 * 128 * 4)
+    assert (sends.count, sends.network_bytes) == (1, 8 * 128 * 4 // 2)
+    assert got["reduce-scatter", inside[1], 2, False].network_bytes == 0
