@@ -170,6 +170,11 @@ def get_config() -> ConfigDict:
     # parts a device's tokens travel in, so that the exchange of one hides behind the experts'
     # work on another [>= 1]
     c.model.moe.exchange_slices = 1
+    # a token is sent once for each of its experts, of their devices, or of their hosts (and then on
+    # inside) [one of 'expert', 'device', 'host']
+    c.model.moe.exchange_level = "expert"
+    # hosts that share the experts, in equal runs of devices; 0 = mesh.dcn.expert [>= 0]
+    c.model.moe.exchange_hosts = 0
     # send buffer of the padded exchange relative to even routing; what does not fit takes another
     # round [> 0]
     c.model.moe.buffer_factor = 1.5

@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from moejax.config.fields import ConfigError, Section, section_entries, setting
-from moejax.config.model import ModelConfig
+from moejax.config.model import ModelConfig, MoeConfig
 
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
 
@@ -337,6 +337,12 @@ class RunConfig(Section):
     log: LogConfig = dataclasses.field(default_factory=LogConfig)
     profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
 
+    def with_hosts(self) -> RunConfig:
+        """The config whose model says over how many hosts its experts lie."""
+        moe = self.model.moe
+        moe = moe.replace(exchange_hosts=moe.exchange_hosts or self.mesh.dcn.expert)
+        return self.replace(model=self.model.replace(moe=moe))
+
     def check(self, num_devices: int) -> dict[str, int]:
         """Rules that span sections, on this many devices.
 
@@ -348,6 +354,7 @@ class RunConfig(Section):
         sizes = self.mesh.sizes(num_devices)
         _check_later_axes(sizes)
         _check_experts(self.model, sizes)
+        _check_hosts(self.with_hosts().model.moe, sizes["expert"])
         _check_batch(self, sizes)
         _check_vocabulary(self)
         _check_trainable(self)
@@ -376,6 +383,20 @@ def _check_experts(model: ModelConfig, sizes: dict[str, int]) -> None:
         raise ConfigError(
             "model.moe.exchange='local' keeps every expert on every device, but "
             f"mesh.expert={axis}. Use exchange='auto', or mesh.expert=1."
+        )
+
+
+def _check_hosts(moe: MoeConfig, axis: int) -> None:
+    """The exchange's level needs devices that fall into hosts."""
+    if axis % moe.exchange_hosts:
+        raise ConfigError(
+            f"model.moe.exchange_hosts={moe.exchange_hosts} does not divide mesh.expert={axis}. "
+            "Use a divisor, or 0 for mesh.dcn.expert."
+        )
+    if moe.exchange_level == "host" and axis > 1 and moe.exchange_hosts == 1:
+        raise ConfigError(
+            f"model.moe.exchange_level='host' needs the {axis} devices of mesh.expert on several "
+            "hosts, but mesh.dcn.expert=1. Set it to their number, or use exchange_level='device'."
         )
 
 

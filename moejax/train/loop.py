@@ -191,7 +191,8 @@ class Loop:
             row["moe_load_max"] = (load.max(-1) / mean).tolist()
             row["moe_load_min"] = (load.min(-1) / mean).tolist()
             row["moe_dropped"] = np.asarray(host["dropped"]).tolist()
-            row["moe_rounds"] = np.asarray(host["rounds"]).tolist()
+            for key in ("rounds", "sent_bytes", "sent_bytes_network"):
+                row[f"moe_{key}"] = np.asarray(host[key]).tolist()
             row["dead_experts"] = self.dead.update(step, host["load"]).tolist()
             if self.loads is not None:
                 self.loads.add(step, host["load"])

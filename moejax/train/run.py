@@ -107,7 +107,7 @@ def run(
     if latest is not None and latest >= cfg.train.num_steps:
         return _already_finished(cfg, workdir, checkpoints, latest)
     with sole_run(workdir):
-        self_check(cfg, program.mesh, _say)
+        self_check(cfg.with_hosts(), program.mesh, _say)
         result, summary = _train(program, workdir, corpora, checkpoints)
         if summary is not None:
             summary = dataclasses.replace(

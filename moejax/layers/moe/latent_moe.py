@@ -70,9 +70,11 @@ class LatentMoe(nnx.Module):
             self.experts.weights(dtype), self.experts.row_fn(),
             num_experts=self._num_places(), copies=self._copies(), weight_axes=self.experts.axes(),
             exchange=cfg.exchange, slices=cfg.exchange_slices,
+            level=cfg.exchange_level, hosts=cfg.exchange_hosts or 1,
             buffer_factor=cfg.buffer_factor, receive_factor=cfg.receive_factor,
         )  # fmt: skip
-        aux["rounds"] = stats.rounds
+        aux |= {"rounds": stats.rounds, "sent_bytes": stats.sent_bytes}
+        aux["sent_bytes_network"] = stats.network_bytes
         return self._finish(x_BTD, routed_BTL), aux
 
     def _places(self, ids_BTA: jax.Array) -> jax.Array:
