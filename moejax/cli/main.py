@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": ("moejax.cli.generate", "text that a model continues"),
     "config": ("moejax.cli.config", "resolved config, parameter counts, sharding table"),
     "compile": ("moejax.cli.compile", "does the train step fit hardware that is not here?"),
+    "report": ("moejax.cli.report", "a run as pictures and one page: loss, load of every expert"),
     "import-hf": ("moejax.cli.import_hf", "a Hugging Face folder becomes a checkpoint"),
     "export-hf": ("moejax.cli.export_hf", "a checkpoint becomes a Hugging Face folder"),
     "verify": ("moejax.cli.verify", "a card of checks on a Hugging Face folder"),

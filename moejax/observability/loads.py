@@ -84,7 +84,7 @@ def _decode(text: str, shape: tuple[int, int]) -> np.ndarray:
     return np.ascontiguousarray(planes.T).view("<u8").reshape(shape).astype(np.int64)
 
 
-def _parsed(path: pathlib.Path) -> Iterator[tuple[int, str, Any]]:
+def parsed_lines(path: pathlib.Path) -> Iterator[tuple[int, str, Any]]:
     """(number, text, its value or the error) of each line of a file."""
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
@@ -117,7 +117,7 @@ def read_loads(workdir: str | os.PathLike[str]) -> Loads:
     """
     path = pathlib.Path(workdir)
     path = path / LOADS_FILE if path.is_dir() else path
-    lines = _parsed(path)
+    lines = parsed_lines(path)
     try:
         facts = _facts(next(lines, (0, "", None))[2])
     except OSError as error:
@@ -196,7 +196,7 @@ class LoadLog:
         scratch = self.path.with_name(f"{self.path.name}.tmp")
         with scratch.open("w", encoding="utf-8") as file:
             file.write(facts)
-            for number, line, value in _parsed(self.path) if self.path.exists() else ():
+            for number, line, value in parsed_lines(self.path) if self.path.exists() else ():
                 if number == 1 and line != facts:
                     break
                 step = value.get("step") if isinstance(value, dict) else None

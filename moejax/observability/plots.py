@@ -9,25 +9,27 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from moejax.config import ConfigError
 from moejax.observability.metrics import read_metrics, unwritable
 
-_COLORS = ("#1f5fa8", "#d1622b", "#3a8a4d", "#8455a3", "#b03a5b", "#6b6b6b")
-_WIDTH = 1.4
+COLORS = ("#1f5fa8", "#d1622b", "#3a8a4d", "#8455a3", "#b03a5b", "#6b6b6b")
+WIDTH = 1.4
+_STEEP = 8  # a load from which on linear colours would hide what is near 1
 Rows = Sequence[Mapping[str, Any]]
 
 
-def _series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
+def series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of a scalar metric, where it was written."""
     pairs = [(r["step"], r[name]) for r in rows if isinstance(r.get(name), int | float)]
     steps, values = zip(*pairs, strict=True) if pairs else ((), ())
     return np.array(steps), np.array(values, float)
 
 
-def _smooth(values: np.ndarray) -> np.ndarray:
+def smooth(values: np.ndarray) -> np.ndarray:
     """Mean over a window of 1/40 of the curve; narrower at the start, where the curve falls."""
     half, index = max(len(values) // 80, 1), np.arange(len(values))
     total = np.concatenate([[0.0], np.cumsum(values)])
@@ -36,7 +38,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     return (total[high + 1] - total[low]) / (high + 1 - low)
 
 
-def _prepare(axes: Axes, title: str, unit: str) -> None:
+def prepare(axes: Axes, title: str, unit: str) -> None:
     axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
     axes.set_ylabel(unit, fontsize=9)
     axes.tick_params(labelsize=8)
@@ -48,39 +50,37 @@ def _prepare(axes: Axes, title: str, unit: str) -> None:
     axes.xaxis.set_major_locator(whole)
 
 
-def _loss(axes: Axes, rows: Rows) -> None:
-    _prepare(axes, "Loss", "nats per token")
-    steps, values = _series(rows, "loss")
+def draw_loss(axes: Axes, rows: Rows) -> None:
+    prepare(axes, "Loss", "nats per token")
+    steps, values = series(rows, "loss")
     if len(values):
-        axes.plot(steps, values, color=_COLORS[0], linewidth=0.6, alpha=0.35)
+        axes.plot(steps, values, color=COLORS[0], linewidth=0.6, alpha=0.35)
         label = f"training, last {values[-1]:.3f}"
-        axes.plot(steps, _smooth(values), color=_COLORS[0], label=label, linewidth=_WIDTH)
-    steps, values = _series(rows, "eval_loss")
+        axes.plot(steps, smooth(values), color=COLORS[0], label=label, linewidth=WIDTH)
+    steps, values = series(rows, "eval_loss")
     if len(values):
         label = f"validation, last {values[-1]:.3f}"
-        _, per_byte = _series(rows, "eval_nats_per_byte")
+        _, per_byte = series(rows, "eval_nats_per_byte")
         if len(per_byte):
             label += f" ({per_byte[-1]:.3f} nats/byte)"
-        axes.plot(
-            steps, values, "o-", color=_COLORS[1], markersize=4, label=label, linewidth=_WIDTH
-        )
+        axes.plot(steps, values, "o-", color=COLORS[1], markersize=4, label=label, linewidth=WIDTH)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(frameon=False, fontsize=9)
 
 
-def _line(axes: Axes, rows: Rows, name: str, title: str, unit: str) -> None:
-    _prepare(axes, title, unit)
-    steps, values = _series(rows, name)
-    axes.plot(steps, values, color=_COLORS[2], linewidth=_WIDTH)
+def draw_line(axes: Axes, rows: Rows, name: str, title: str, unit: str) -> None:
+    prepare(axes, title, unit)
+    steps, values = series(rows, name)
+    axes.plot(steps, values, color=COLORS[2], linewidth=WIDTH)
     axes.set_ylim(bottom=0)
 
 
-def _speed(axes: Axes, rows: Rows) -> None:
+def draw_speed(axes: Axes, rows: Rows) -> None:
     """Tokens a second; the first step, which compiles, would flatten the rest."""
-    _line(axes, rows[1:] if len(rows) > 1 else rows, "tokens_per_s", "Speed", "tokens/s")
+    draw_line(axes, rows[1:] if len(rows) > 1 else rows, "tokens_per_s", "Speed", "tokens/s")
 
 
-def _layer_rows(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray] | None:
+def layer_rows(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray] | None:
     """Steps and [layers, columns] of a metric that is a list a step, or one number.
 
     Neighbouring steps are averaged to at most 120 columns: more would be finer than the picture.
@@ -101,17 +101,18 @@ def _layer_rows(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray] | None:
     return np.array([step for step, _ in found]), np.stack(means, axis=1)
 
 
-def _heat(figure: Figure, axes: Axes, rows: Rows, name: str, title: str) -> None:
-    found = _layer_rows(rows, name)
+def draw_steps(figure: Figure, axes: Axes, rows: Rows, name: str, title: str) -> None:
+    found = layer_rows(rows, name)
     assert found is not None
     steps, load_XG = found
-    _prepare(axes, title, "MoE layer")
+    prepare(axes, title, "MoE layer")
     axes.grid(False)
     axes.spines[:].set_visible(False)
     image = axes.imshow(
         load_XG,
         aspect="auto",
         origin="lower",
+        norm=LogNorm() if np.nanmax(load_XG, initial=0) > _STEEP else None,
         interpolation="nearest",
         cmap="viridis",
         extent=(steps[0] - 0.5, steps[-1] + 0.5, -0.5, len(load_XG) - 0.5),
@@ -123,7 +124,7 @@ def _heat(figure: Figure, axes: Axes, rows: Rows, name: str, title: str) -> None
     bar.outline.set_visible(False)
 
 
-def _save(figure: Figure, out_png: str | pathlib.Path) -> pathlib.Path:
+def save_png(figure: Figure, out_png: str | pathlib.Path) -> pathlib.Path:
     path = pathlib.Path(out_png)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,20 +154,20 @@ def plot_run(workdir: str | pathlib.Path, out_png: str | pathlib.Path) -> pathli
             ("moe_load_max", "Busiest expert, times the mean load"),
             ("moe_load_min", "Idlest expert, times the mean load"),
         )
-        if _layer_rows(rows, name) is not None
+        if layer_rows(rows, name) is not None
     ]
     figure = Figure(figsize=(11, 7 if heats else 4.8), dpi=110, layout="constrained")
     grid = figure.add_gridspec(3 if heats else 2, 4)
-    _loss(figure.add_subplot(grid[:2, :2]), rows)
-    _line(figure.add_subplot(grid[0, 2:]), rows, "lr", "Learning rate", "")
-    _speed(figure.add_subplot(grid[1, 2:]), rows)
+    draw_loss(figure.add_subplot(grid[:2, :2]), rows)
+    draw_line(figure.add_subplot(grid[0, 2:]), rows, "lr", "Learning rate", "")
+    draw_speed(figure.add_subplot(grid[1, 2:]), rows)
     for i, (name, title) in enumerate(heats):
         span = slice(2 * i, 2 * i + 2) if len(heats) == 2 else slice(0, 4)
-        _heat(figure, figure.add_subplot(grid[2, span]), rows, name, title)
+        draw_steps(figure, figure.add_subplot(grid[2, span]), rows, name, title)
     if not heats:
         for axes in (figure.axes[0], figure.axes[2]):
             axes.set_xlabel("step", fontsize=9)
-    return _save(figure, out_png)
+    return save_png(figure, out_png)
 
 
 def plot_curves(
@@ -186,17 +187,17 @@ def plot_curves(
     figure = Figure(figsize=(8, 4.5), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     unit = "nats per token" if metric in ("loss", "eval_loss") else ""
-    _prepare(axes, metric.replace("_", " ").capitalize(), unit)
+    prepare(axes, metric.replace("_", " ").capitalize(), unit)
     for i, (label, path) in enumerate(runs.items()):
-        steps, values = _series(read_metrics(path), metric)
+        steps, values = series(read_metrics(path), metric)
         if not len(values):
             raise ConfigError(f"metrics of {path} have no {metric}: nothing to draw.")
-        color = _COLORS[i % len(_COLORS)]
+        color = COLORS[i % len(COLORS)]
         label = f"{label}, last {values[-1]:.3f}"
         if len(values) > 80:
             axes.plot(steps, values, color=color, linewidth=0.5, alpha=0.25)
-            values = _smooth(values)
-        axes.plot(steps, values, color=color, label=label, linewidth=_WIDTH)
+            values = smooth(values)
+        axes.plot(steps, values, color=color, label=label, linewidth=WIDTH)
     axes.set_xlabel("step", fontsize=9)
     axes.legend(frameon=False, fontsize=9)
-    return _save(figure, out_png)
+    return save_png(figure, out_png)

@@ -43,8 +43,8 @@ def test_help_tells_options_config_and_examples(moejax, command):
     assert overview.code == 0 and f"  {command} " in overview.out
     shown = moejax(command, "--help")
     assert shown.code == 0 and not shown.err
-    # The commands that convert or check weights read their config out of them.
-    takes_config = command not in ("import-hf", "export-hf", "verify")
+    # The commands that convert or check weights read their config out of them, or draw a run.
+    takes_config = command not in ("import-hf", "export-hf", "verify", "report")
     config = ("--config.SECTION.FIELD=VALUE", "tiny") if takes_config else ()
     for part in ("usage: moejax", "examples:", *config):
         assert part in shown.out

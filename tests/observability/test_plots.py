@@ -53,11 +53,11 @@ def test_curves_of_two_runs(tmp_path):
 
 def test_smoothing_keeps_ends_and_means():
     falling = np.linspace(4, 2, 400)
-    smooth = plots._smooth(falling)
+    smooth = plots.smooth(falling)
     assert smooth[0] == pytest.approx(4) and np.abs(smooth - falling).max() < 0.02
     noisy = np.random.default_rng(0).normal(size=4000)
-    assert plots._smooth(noisy).std() < 0.15
-    assert plots._smooth(np.array([3.0])) == [3.0]
+    assert plots.smooth(noisy).std() < 0.15
+    assert plots.smooth(np.array([3.0])) == [3.0]
 
 
 def test_nothing_to_draw_is_one_line(tmp_path):
@@ -77,7 +77,7 @@ def test_nothing_to_draw_is_one_line(tmp_path):
 @pytest.mark.parametrize("steps", [2, 3, 130])
 def test_steps_on_the_axis_are_whole(tmp_path, monkeypatch, steps):
     _log(tmp_path, ("loss", "lr", "tokens_per_s", "moe_load_max"), steps)
-    monkeypatch.setattr(plots, "_save", lambda figure, path: figure)
+    monkeypatch.setattr(plots, "save_png", lambda figure, path: figure)
     figure = plots.plot_run(tmp_path, "none")
     for axes in (axes for axes in figure.axes if axes.get_title(loc="left")):
         ticks = axes.get_xticks()
