@@ -11,6 +11,7 @@ import pytest
 from moejax.checkpoint import Checkpoints
 from moejax.checkpoint.layout import named_leaves
 from moejax.config.load import load_config
+from moejax.observability import read_loads
 from moejax.partitioning import make_mesh
 from moejax.train.run import restore_or_init
 from moejax.train.state import as_tree, build_program
@@ -44,6 +45,7 @@ def test_going_on_repeats_the_unbroken_run_bit_for_bit(straight, stopped, tmp_pa
         assert [r[name] for r in rows(workdir)] == [r[name] for r in rows(straight.workdir)], name
     assert position(workdir, STEPS) == position(straight.workdir, STEPS)
     assert position(workdir, STEPS)["data"]["rows"] == STEPS * SMALL["data.batch_size"]
+    _assert_same_loads(workdir, straight.workdir, last=STEPS)
     state = saved(workdir, STEPS)
     assert_same_bits(state, saved(straight.workdir, STEPS))
     assert {name.split("/")[1] for name in state if name.startswith("rest/")} == {
@@ -65,6 +67,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(straight, stop
     assert f"resuming from {workdir / 'checkpoints' / '4'}" in done.out
     assert losses(workdir) == losses(straight.workdir, last=8)
     assert_same_bits(saved(workdir, 8), saved(straight.workdir, 8))
+    _assert_same_loads(workdir, straight.workdir, last=8)
+
+
+def _assert_same_loads(workdir: Path, straight: Path, last: int) -> None:
+    """Counts of every step to `last`, each in one record, and those of the unbroken run."""
+    found, wanted = read_loads(workdir), read_loads(straight)
+    covered = [s for a, b in zip(found.first, found.steps, strict=True) for s in range(a, b + 1)]
+    assert covered == list(range(1, last + 1))
+    until = wanted.counts[wanted.steps <= last]
+    np.testing.assert_array_equal(found.counts.sum(0), until.sum(0))
+    assert (found.counts.sum((0, 2)) == last * STEP_TOKENS * SMALL["model.moe.top_k"]).all()
 
 
 def _assert_agrees(workdir: Path, straight: Path) -> None:
