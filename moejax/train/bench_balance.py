@@ -1,0 +1,185 @@
+"""How balancing evens a skewed start: `python -m moejax.train.bench_balance [--out=DIR]`.
+
+Every run starts from one model whose routers prefer some experts as Zipf's law does. The embeddings
+share a direction, as trained ones do, and each router reads it with −s·log(rank), the ranks in an
+order of the layer's own; no balancing bias is set. The runs are ordinary ones, with the config's
+data, optimizer and step, which differ in `model.moe.balance` alone. Prints and draws the busiest
+expert's load over the mean of its layer, of each step's own tokens: the mean over the layers, and
+the worst layer.
+
+How even a step can be is bounded by how fast the router's inputs move: the bias is that of the step
+before. Kimi K3's learning rate is the default here; `--config.optim.lr=0.02` is the rate of `tiny`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from matplotlib.figure import Figure
+
+from moejax.checkpoint import Checkpoints
+from moejax.checkpoint.layout import named_leaves
+from moejax.config import CheckpointConfig, RunConfig, as_dict
+from moejax.config.load import load_config
+from moejax.observability import read_loads, read_metrics
+from moejax.observability.loads import Loads, relative
+from moejax.observability.plots import COLORS, WIDTH, prepare, save_png, series
+from moejax.partitioning import make_mesh
+from moejax.train.run import run
+from moejax.train.state import TrainState, as_tree, build_program, init_state
+
+GOAL = 1.1
+SETTINGS: dict[str, Any] = {
+    "optim.lr": 3e-4, "optim.adam_lr": 3e-4, "optim.schedule": "constant",
+    "optim.warmup_fraction": 0.0, "data.batch_size": 64, "eval.every": 0, "eval.batches": 1,
+    "checkpoint.every": 0, "log.loads_every": 1, "log.progress": False, "log.tensorboard": False,
+    "train.self_check": "off",
+}  # fmt: skip
+
+
+def zipf_start(state: TrainState, std: float, exponent: float, seed: int = 0) -> TrainState:
+    """The state with embeddings that share a direction and routers that rank by it.
+
+    Args:
+      state: a fresh one.
+      std: of its embeddings; the shared direction has the same size in each of them.
+      exponent: s of the offsets −s·log(rank) that a router adds to its experts' logits.
+    """
+    rng = np.random.default_rng(seed)
+    leaves = named_leaves(jax.device_get(state.params))
+    dim = leaves["embed/table"].shape[-1]
+    shared_D = rng.choice([-1.0, 1.0], dim)
+
+    def skewed(name: str, leaf: np.ndarray) -> np.ndarray:
+        if name == "embed/table":
+            return leaf + (std * shared_D).astype(leaf.dtype)
+        if not name.endswith("router/weight"):
+            return leaf
+        *stacked, _, experts = leaf.shape
+        order = rng.permuted(np.tile(np.arange(1, experts + 1), (*stacked, 1)), axis=-1)
+        offset = -exponent * np.log(order)
+        offset -= offset.mean(-1, keepdims=True)
+        # A normalised input has about 1/sqrt(2) of its length along the shared direction.
+        column = shared_D[:, None] * (np.sqrt(2) / dim) * offset[..., None, :]
+        return leaf + column.astype(leaf.dtype)
+
+    new = [skewed(name, leaf) for name, leaf in leaves.items()]
+    params = jax.tree.unflatten(jax.tree.structure(state.params), new)
+    where = jax.tree.map(lambda leaf: leaf.sharding, state.params)
+    return state._replace(params=jax.device_put(params, where))
+
+
+def save_start(cfg: RunConfig, folder: pathlib.Path, exponent: float) -> pathlib.Path:
+    """Writes the skewed start as a checkpoint, and returns it."""
+    program = build_program(cfg, make_mesh(cfg.mesh))
+    state = zipf_start(init_state(program, cfg.seed), cfg.model.init_std, exponent)
+    checkpoints = Checkpoints(folder, CheckpointConfig(asynchronous=False))
+    tree = as_tree(state, cfg.seed)
+    checkpoints.save(0, tree, position={}, config=as_dict(cfg), metrics={})
+    checkpoints.close()
+    return checkpoints.path(0)
+
+
+def peaks(loads: Loads) -> np.ndarray:
+    """Busiest expert over the mean of its layer, [records, layers]."""
+    return relative(loads.counts).max(-1)
+
+
+def by_tens(loads: Loads) -> np.ndarray:
+    """The same of the tokens of ten records together, which sampling moves a third as much."""
+    whole = len(loads.counts) // 10 * 10
+    counts = loads.counts[:whole].reshape(-1, 10, *loads.counts.shape[1:]).sum(1)
+    return relative(counts).max(-1)
+
+
+def draw(workdirs: Mapping[str, pathlib.Path], out_png: pathlib.Path) -> pathlib.Path:
+    """Busiest expert and loss over the steps, and the load by rank at both ends."""
+    figure = Figure(figsize=(13, 4.4), dpi=110, layout="constrained")
+    load, loss, ranks = (figure.add_subplot(1, 3, i + 1) for i in range(3))
+    prepare(load, "Busiest expert, mean of layers (dotted: worst)", "times the mean load")
+    prepare(loss, "Training loss", "nats per token")
+    prepare(ranks, "Load by rank, mean of layers", "times the mean load")
+    for color, (name, workdir) in zip(COLORS, workdirs.items(), strict=False):
+        loads = read_loads(workdir)
+        peak = peaks(loads)
+        label = f"{name}, last {peak[-1].mean():.3f}"
+        load.plot(loads.steps, peak.mean(-1), color=color, linewidth=WIDTH, label=label)
+        load.plot(loads.steps, peak.max(-1), ":", color=color, linewidth=1)
+        steps, values = series(read_metrics(workdir), "loss")
+        loss.plot(steps, values, color=color, linewidth=WIDTH, label=f"{name}, {values[-1]:.3f}")
+        sorted_RE = -np.sort(-relative(loads.counts), -1).mean(1)
+        places = np.arange(1, sorted_RE.shape[-1] + 1)
+        if name == next(iter(workdirs)):
+            ranks.plot(places, sorted_RE[0], "o--", color="#222222", markersize=3, linewidth=1,
+                       label="all, step 1")  # fmt: skip
+        ranks.plot(places, sorted_RE[-1], color=color, linewidth=WIDTH,
+                   label=f"{name}, step {loads.steps[-1]}")  # fmt: skip
+    load.axhline(GOAL, color="#888888", linewidth=0.8, linestyle="--")
+    ranks.set_xlabel("rank of the expert in its layer", fontsize=9)
+    for axes in (load, loss):
+        axes.set_xlabel("step", fontsize=9)
+    for axes in (load, loss, ranks):
+        axes.legend(frameon=False, fontsize=8)
+    return save_png(figure, out_png)
+
+
+def table(workdirs: Mapping[str, pathlib.Path]) -> str:
+    """Busiest expert (mean of layers / worst layer) and loss, at a few steps."""
+    lines = []
+    for name, workdir in workdirs.items():
+        loads, losses = read_loads(workdir), series(read_metrics(workdir), "loss")[1]
+        peak, steps = peaks(loads), loads.steps
+        shown = sorted(
+            {0, 1, 2, 4, *range(9, len(steps), 10), len(steps) - 1} & {*range(len(steps))}
+        )
+        lines += [name, "  step   mean  worst    loss"]
+        lines += [
+            f"{steps[i]:6d} {peak[i].mean():6.3f} {peak[i].max():6.3f} {losses[i]:7.4f}"
+            for i in shown
+        ]
+        below = np.flatnonzero(peak.mean(-1) < GOAL)
+        lines.append(
+            f"  mean of layers below {GOAL} first at step {steps[below[0]]}, in {len(below)} of "
+            f"{len(steps)} steps" if len(below) else f"  mean of layers never below {GOAL}"
+        )  # fmt: skip
+        for place, tens in enumerate(by_tens(loads)):
+            ends = f"steps {10 * place + 1}-{10 * place + 10} together"
+            lines.append(f"  {ends}: {tens.mean():.3f} {tens.max():.3f}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs every balancing from the skewed start; prints the table and writes the picture."""
+    parser = argparse.ArgumentParser(prog="python -m moejax.train.bench_balance",
+                                     description=(__doc__ or "").partition("\n")[0])  # fmt: skip
+    parser.add_argument("--out", default="runs/balance", help="folder of the runs and the picture")
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--exponent", type=float, default=0.2, help="s of the routers' offsets")
+    parser.add_argument("--balance", nargs="+", default=["quantile", "bias_step", "none"])
+    options, rest = parser.parse_known_args(argv)
+    given = dict(word.removeprefix("--config.").split("=", 1) for word in rest)
+    settings = {**SETTINGS, "train.num_steps": options.steps, **given}
+    if len(jax.devices()) == 1:
+        settings |= {"mesh.fsdp": 1, "mesh.expert": 1}
+    settings = {name: str(value) for name, value in settings.items()}
+    out = pathlib.Path(options.out)
+    start = save_start(load_config("tiny", settings), out / "start", options.exponent)
+    workdirs: dict[str, pathlib.Path] = {}
+    for balance in options.balance:
+        workdirs[balance] = out / balance
+        own = {"init_from": str(start), "model.moe.balance": balance}
+        if len(workdirs) > 1:  # the first run has trained it
+            own["data.tokenizer"] = str(out / options.balance[0] / "tokenizer.json")
+        run(load_config("tiny", settings | own), out / balance, name="tiny", overrides=settings)
+    print(table(workdirs))
+    print(draw(workdirs, out / "balance.png"))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
