@@ -22,6 +22,7 @@ from moejax.observability.report_plots import (
     draw_exchange,
     draw_experts,
     draw_training,
+    recorded,
 )
 
 PAGE, PICTURES = "report.html", "report"
@@ -161,7 +162,7 @@ def _sections(
         yield Section("Balance", picture=draw_balance(rows, loads, folder / "balance.png"))
     else:
         yield Section("Experts", "This run recorded no loads: it has no layer with experts.")
-    if any(r.get("moe_rounds") or r.get("moe_dropped") for r in rows):
+    if recorded(rows):
         text = (
             "A round moves what fits the buffers; more than one means that some device got more "
             "than its buffer holds. Nothing is dropped unless a capacity is set."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -238,24 +238,57 @@ def draw_training(rows: Rows, out_png: str | pathlib.Path) -> pathlib.Path:
     return save_png(figure, out_png)
 
 
-EXCHANGE = {
-    "moe_rounds": "Rounds of the expert exchange, worst layer",
-    "moe_dropped": "Dropped tokens, all layers",
-}
+class Panel(NamedTuple):
+    """Metrics of one panel: what becomes of a step's values [layers], and their unit."""
+
+    title: str
+    unit: str
+    curves: Mapping[str, str]  # metric -> its label
+    merge: Callable[[Sequence[float]], float]
+    scale: float = 1.0
+
+
+PANELS = (
+    Panel("Rounds of the exchange", "worst layer", {"moe_rounds": ""}, max),
+    Panel("Dropped tokens", "all layers", {"moe_dropped": ""}, sum),
+    Panel(
+        "Sent in the exchange", "MB a step, all layers",
+        {"moe_sent_bytes": "all", "moe_sent_bytes_network": "between hosts"}, sum, 1e-6,
+    ),
+    Panel("Busiest device, worst layer", "times the mean", {"moe_device_load_max": ""}, max),
+)  # fmt: skip
+
+
+def recorded(rows: Rows) -> list[Panel]:
+    """The panels that have something to show."""
+    return [p for p in PANELS if any(r.get(name) for r in rows for name in p.curves)]
 
 
 def draw_exchange(rows: Rows, out_png: str | pathlib.Path) -> pathlib.Path:
-    """Exchange rounds and dropped tokens, of those that were recorded."""
-    names = [name for name in EXCHANGE if any(r.get(name) for r in rows)]
-    figure = Figure(figsize=(11, 2.6), dpi=110, layout="constrained")
-    for i, name in enumerate(names):
-        merge = max if name == "moe_rounds" else sum
-        merged = [{"step": r["step"], name: merge(r[name])} for r in rows if r.get(name)]
-        axes = figure.add_subplot(1, len(names), i + 1)
-        prepare(axes, EXCHANGE[name], "")
-        steps, values = series(merged, name)
-        axes.plot(steps, values, color=COLORS[3], linewidth=WIDTH, drawstyle="steps-mid")
-        axes.set_ylim(0, max(1.0, 1.15 * values.max()))
-        axes.yaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
+    """Rounds, dropped tokens, bytes and device loads of the exchange, of those recorded."""
+    panels = recorded(rows)
+    figure = Figure(figsize=(11, 2.6 if len(panels) < 3 else 5), dpi=110, layout="constrained")
+    for i, panel in enumerate(panels):
+        axes = figure.add_subplot((len(panels) + 1) // 2, min(len(panels), 2), i + 1)
+        prepare(axes, panel.title, panel.unit)
+        top, whole = 1.0, True
+        for color, (name, label) in zip(COLORS[3:], panel.curves.items(), strict=False):
+            merged = [
+                {"step": r["step"], name: panel.scale * panel.merge(r[name])}
+                for r in rows
+                if r.get(name)
+            ]
+            steps, values = series(merged, name)
+            if len(values):
+                axes.plot(
+                    steps, values, color=color, linewidth=WIDTH, drawstyle="steps-mid",
+                    label=f"{label}, last {values[-1]:.3g}" if label else "",
+                )  # fmt: skip
+                top = max(top, 1.15 * float(values.max()))
+                whole = whole and bool(np.all(values == np.round(values)))
+        axes.set_ylim(0, top)
+        axes.yaxis.set_major_locator(MaxNLocator(5, integer=whole, min_n_ticks=1))
         axes.set_xlabel("step", fontsize=9)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(frameon=False, fontsize=8)
     return save_png(figure, out_png)

@@ -10,10 +10,10 @@ import pytest
 from matplotlib.image import imread
 
 from moejax.config import ConfigError
-from moejax.observability import LoadLog, MetricsLog, read_loads
+from moejax.observability import LoadLog, MetricsLog, read_loads, read_metrics
 from moejax.observability.loads import relative
 from moejax.observability.report import DeadExpert, dead_experts, write_report
-from moejax.observability.report_plots import Period, draw_experts
+from moejax.observability.report_plots import Period, draw_experts, recorded
 
 LAYERS = (1, 2, 4)
 NASTY = "<script>alert('x')</script>\"&"
@@ -34,6 +34,7 @@ def write_run(workdir, steps=60, experts=6, every=10, moe=True):
             row |= {
                 "moe_load_max": relative(counts).max(-1), "moe_dropped": [0, 0, 1],
                 "moe_rounds": [1, 2, 1], "dead_experts": [int(step > 9), 0, 0],
+                "moe_sent_bytes": [2e6, 1e6, 0],
             }  # fmt: skip
         metrics.write(step, row)
     if loads is not None:
@@ -98,6 +99,13 @@ def test_dead_experts_are_named(reported):
     text = Tags(report.page.read_text()).text
     assert "2 experts in 2 layers got no token in steps 41 to 60." in text
     assert dead_experts(read_loads(workdir), 30) == [DeadExpert(1, 0, None)]
+
+
+def test_only_what_was_recorded_gets_a_panel(reported):
+    rows = read_metrics(reported[0])
+    titles = ["Rounds of the exchange", "Dropped tokens", "Sent in the exchange"]
+    assert [panel.title for panel in recorded(rows)] == titles
+    assert recorded([{"step": 1, "moe_dropped": None}]) == []
 
 
 def test_facts(reported):
