@@ -20,6 +20,7 @@ COMMANDS = {
     "eval": ("moejax.cli.evaluate", "loss of a checkpoint on a split"),
     "generate": ("moejax.cli.generate", "text that a model continues"),
     "config": ("moejax.cli.config", "resolved config, parameter counts, sharding table"),
+    "place": ("moejax.cli.place", "which device should hold which expert, by recorded loads"),
     "compile": ("moejax.cli.compile", "does the train step fit hardware that is not here?"),
     "report": ("moejax.cli.report", "a run as pictures and one page: loss, load of every expert"),
     "import-hf": ("moejax.cli.import_hf", "a Hugging Face folder becomes a checkpoint"),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from moejax.config import ConfigError
-from moejax.layers.moe.placement import Placement
+from moejax.layers.moe.placement import MAX_PLACES, Placement
 
 _FORMAT = "moejax expert placement 1"
 
@@ -52,11 +52,24 @@ def read_placement(path: str | os.PathLike[str], like: Placement) -> tuple[Place
             f"{copies.shape[1]} devices; this run has {L} of {E} on mesh.expert={devices}. "
             f"Make one with `moejax place --devices={devices}`."
         )
-    if np.any(np.sort(slots, 1) != np.arange(E)) or np.any((copies < 0) | (copies > E)):
+    if np.any(np.sort(slots, 1) != np.arange(E)):
         raise ConfigError(f"placement.file={path} is damaged: its slots are no permutation.")
+    if np.any((copies < 0) | (copies > E)) or _most_places(copies, E) > MAX_PLACES:
+        raise ConfigError(
+            f"placement.file={path} is damaged: it copies experts that are not there, or one to "
+            f"more than {MAX_PLACES} devices."
+        )
     if copies.shape != like.copies_LPc.shape:
         copies = like.copies_LPc
     return Placement(slots, copies), hashlib.sha256(data).hexdigest()
+
+
+def _most_places(copies_LPc: np.ndarray, num_experts: int) -> int:
+    """Devices of the expert that is on most of them."""
+    flat = copies_LPc.reshape(len(copies_LPc), -1)
+    return 1 + max(
+        (np.bincount(row[row < num_experts], minlength=1).max() for row in flat), default=0
+    )
 
 
 def _parsed(path: Any, data: bytes) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ from moejax.config import FfnConfig, MoeConfig
 from moejax.layers.ffn import Glu
 from moejax.layers.moe.balance import aux_loss_rows, histogram
 from moejax.layers.moe.experts import Experts
-from moejax.layers.moe.placement import MAX_PLACES, Spread, canonical, place_tables
+from moejax.layers.moe.placement import MAX_PLACES, Spread, canonical, look_up, place_tables
 from moejax.layers.moe.router import Router
 from moejax.layers.norm import RmsNorm
 from moejax.layers.param import Balance, use, weight
@@ -45,8 +45,8 @@ class LatentMoe(nnx.Module):
         if cfg.num_shared:
             self.shared = Glu(dim, cfg.num_shared * cfg.expert_dim, ffn, std, rngs)
         if spread is not None:
-            (places_ET,), (sources_K,) = place_tables(canonical(1, cfg.num_experts, spread))
-            self.places = Balance(jnp.asarray(places_ET), axes=(None, None))
+            (places_EK,), (sources_K,) = place_tables(canonical(1, cfg.num_experts, spread))
+            self.places = Balance(jnp.asarray(places_EK), axes=(None, None))
             if spread.copies:
                 self.sources = Balance(jnp.asarray(sources_K), axes=(None,))
 
@@ -81,15 +81,11 @@ class LatentMoe(nnx.Module):
         """Where the exchange finds the experts of each token; copies take turns by its number."""
         if self.spread is None:
             return ids_BTA
-        edge = ((0, 1), (0, 0))  # "no expert" is in no place
-        table_ET = jnp.pad(self.places[...], edge, constant_values=self._num_places())
+        edge = ((0, 1), (0, 0))  # "no expert": every entry of its row is past the last place
+        table_EK = jnp.pad(self.places[...], edge, constant_values=self._num_places())
         B, T, _ = ids_BTA.shape
-        turn_BT = jnp.arange(B * T, dtype=jnp.int32).reshape(B, T) % self.spread.turns
-
-        def look_up(ids_BTA, turn_BT, table_ET):
-            return table_ET[ids_BTA, turn_BT[..., None]]
-
-        return batch_local(look_up, (0, 0))(ids_BTA, turn_BT, table_ET)
+        turn_BT = jnp.arange(B * T, dtype=jnp.int32).reshape(B, T)
+        return batch_local(look_up, (0, 0))(ids_BTA, turn_BT, table_EK)
 
     def _num_places(self) -> int:
         num_experts = self.cfg.num_experts

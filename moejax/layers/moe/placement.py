@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from moejax.typing import Float, Int
 
-# An expert is on at most 6 devices, and its tokens take turns through a list of 60 entries, which 1
-# to 6 places share evenly.
-MAX_PLACES, TURNS = 6, 60
+MAX_PLACES = 16  # devices that one expert may be on
 
 
 class Spread(NamedTuple):
@@ -28,9 +27,9 @@ class Spread(NamedTuple):
     copies: int = 0
 
     @property
-    def turns(self) -> int:
-        """Entries an expert has in a table of places."""
-        return TURNS if self.copies else 1
+    def columns(self) -> int:
+        """Width of a table of places: the place; with copies the number of places, then these."""
+        return 1 + MAX_PLACES if self.copies else 1
 
     def num_places(self, num_experts: int) -> int:
         """Slots and places of copies together: what the exchange counts as experts."""
@@ -210,21 +209,37 @@ def place_tables(placement: Placement) -> tuple[np.ndarray, np.ndarray]:
     Places are numbered through the devices: a device's slots, then its copies.
 
     Returns:
-      int32 [L, E, turns], the place of an expert for a token by its number modulo `turns`; and
-      int32 [L, P c], the slot that each place for a copy repeats, E for none.
+      int32 [L, E, columns]: the place of each expert; with copies, how many places it has, and
+      then these, of which token m takes the one with number m modulo their number. And int32
+      [L, P c]: the slot that each place for a copy repeats, E for none.
     """
     slots_LE, copies_LPc = placement
     (L, E), (_, P, c) = slots_LE.shape, copies_LPc.shape
-    e, turns = E // P, placement.spread.turns
+    e = E // P
     own_LE = slots_LE + slots_LE // e * c
-    tables = np.repeat(own_LE[:, :, None], turns, 2)
     sources = np.full((L, P * c), E, np.int32)
-    for layer in range(L if c else 0):
-        places: list[list[int]] = [[own] for own in own_LE[layer].tolist()]
+    if not c:
+        return own_LE[:, :, None].astype(np.int32), sources
+    tables = np.zeros((L, E, placement.spread.columns), np.int32)
+    tables[:, :, 0], tables[:, :, 1] = 1, own_LE
+    for layer in range(L):
         for at, expert in enumerate(copies_LPc[layer].reshape(-1).tolist()):
             if expert < E:
                 device, column = divmod(at, c)
-                places[expert].append(device * (e + c) + e + column)
+                tables[layer, expert, 0] += 1
+                tables[layer, expert, tables[layer, expert, 0]] = device * (e + c) + e + column
                 sources[layer, at] = slots_LE[layer, expert]
-        tables[layer] = [np.resize(of_expert, turns) for of_expert in places]
-    return tables.astype(np.int32), sources
+    return tables, sources
+
+
+def look_up(ids: jax.Array, turn: jax.Array, table_EK: jax.Array) -> jax.Array:
+    """Places of experts in a table of :func:`place_tables`.
+
+    Args:
+      ids: int32 [..., A], experts.
+      turn: int32 [...], a number of each token, by which tokens are spread over copies.
+      table_EK: int32, of one layer.
+    """
+    if table_EK.shape[1] == 1:
+        return table_EK[ids, 0]
+    return table_EK[ids, 1 + turn[..., None] % table_EK[ids, 0]]

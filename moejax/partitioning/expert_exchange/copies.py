@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import jax
@@ -50,9 +51,17 @@ def with_copies(weights, copies: Copies, link: Link):
     place_c = jnp.argsort(mine_c, stable=True)  # they come by sender, and of each in order
 
     def one(weight_e: jax.Array) -> jax.Array:
-        rows_RW = weight_e.reshape(num_local, -1)[row_R]
-        come_cW = fetch_rows(rows_RW, there, back, link, num_copies)
-        copies_cW = jnp.zeros_like(come_cW).at[place_c].set(come_cW)
-        return jnp.concatenate([weight_e, copies_cW.reshape(-1, *weight_e.shape[1:])])
+        # In parts: the rows to send are together as large as all copies of all devices.
+        rows_eW = weight_e.reshape(num_local, -1)
+        parts = math.gcd(rows_eW.shape[1], ranks)
+        parts_neW = rows_eW.reshape(num_local, parts, -1).swapaxes(0, 1)
+
+        def fetch(_, part_eW):
+            come_cW = fetch_rows(part_eW[row_R], there, back, link, num_copies)
+            return None, jnp.zeros_like(come_cW).at[place_c].set(come_cW)
+
+        _, come_ncW = lax.scan(fetch, None, parts_neW)
+        copies_c = come_ncW.swapaxes(0, 1).reshape(num_copies, *weight_e.shape[1:])
+        return jnp.concatenate([weight_e, copies_c])
 
     return jax.tree.map(one, weights)
