@@ -307,7 +307,8 @@ def get_config() -> ConfigDict:
     c.train.accumulation = 1
     # dtype of activations and of weights at use: float32 or bfloat16 [one of 'float32', 'bfloat16']
     c.train.compute_dtype = "float32"
-    # what the backward pass recomputes: none or full [one of 'none', 'full']
+    # what the backward pass recomputes: none, full, or exchange: all but what experts were sent
+    # [one of 'none', 'full', 'exchange']
     c.train.remat = "none"
     # tokens a chunk of the loss; 0 = chosen by memory [>= 0]
     c.train.rows_per_chunk = 0

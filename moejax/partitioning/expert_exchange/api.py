@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 from moejax.partitioning.expert_exchange import levels, local
@@ -132,7 +133,10 @@ def _gather(weight: jax.Array, layout: P, but: str | None) -> jax.Array:
     Done here and not by the partitioner, so that the gradient leaves by the transpose, a
     reduce-scatter: of a weight that enters shard_map whole, every device would be sent all of it.
     The shards arrive one behind the other, which for dim 0 is their order already.
+    The layer's own shards are held to the order of their dims: a compiler that wants another for
+    its loops would turn the weights of all layers around at once, before the first, and hold both.
     """
+    weight = with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
     for dim, entry in enumerate(layout):
         for axis in reversed((entry,) if isinstance(entry, str) else entry or ()):
             if axis != but:
