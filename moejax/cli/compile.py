@@ -38,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
         hardware,
         keep_batch="data.batch_size" in overrides,
         num_buffers=options.buffers or 0,
+        with_overlap=options.overlap,
     )
     if options.json:
         print(json.dumps(as_json(cfg.model.name, report), indent=2))
@@ -66,6 +67,10 @@ def _parser() -> Parser:
     parser.add_argument(
         "--buffers", type=positive, metavar="N",
         help="also the N largest temporaries of the fullest moment, and what they are",
+    )  # fmt: skip
+    parser.add_argument(
+        "--overlap", action="store_true",
+        help="also which collectives have compute beside them in the compiled schedule",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="everything as JSON")
     return parser
@@ -98,6 +103,10 @@ def print_report(name: str, report: CompileReport) -> None:
             bold=True,
         )
         _print_collectives(report)
+    if report.overlap:
+        say("")
+        say(_hidden(report), bold=True)
+        _print_overlap(report)
     if report.buffers:
         say("")
         say("largest temporaries of the fullest moment", bold=True)
@@ -145,6 +154,37 @@ def _print_collectives(report: CompileReport) -> None:
     right = Column(right=True)
     columns = [Column(), Column(), right, right, right, right, right, Column(dim=True)]
     print_table(columns, rows, header)
+
+
+def _hidden(report: CompileReport) -> str:
+    from moejax.planner.overlap import hidden_share
+
+    wire = sum(row.seconds for row in report.overlap)
+    exposed = sum(row.exposed_s for row in report.overlap)
+    in_loops = hidden_share([row for row in report.overlap if row.in_loop])
+    return (
+        f"sent beside compute: {100 * hidden_share(report.overlap):.0f} % of the bytes, "
+        f"{100 * in_loops:.0f} % in the loops over layers; of {_seconds(wire)} on the wire "
+        f"{_seconds(exposed)} are exposed"
+    )
+
+
+def _print_overlap(report: CompileReport) -> None:
+    header = ["kind", "mesh axes", "where", "count", "sent", "async", "hidden", "wire", "exposed"]
+    rows = [
+        [
+            row.kind, row.axes, "loops" if row.in_loop else "once", f"{row.count:,}",
+            _gib(row.sent_bytes), _percent(row.async_bytes, row.sent_bytes),
+            _percent(row.hidden_bytes, row.sent_bytes), _seconds(row.seconds),
+            _seconds(row.exposed_s),
+        ]
+        for row in report.overlap
+    ]  # fmt: skip
+    print_table([Column()] * 3 + [Column(right=True)] * 6, rows, header)
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "-"
 
 
 def _times(report: CompileReport) -> list[list[str]]:

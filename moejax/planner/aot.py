@@ -21,8 +21,9 @@ from moejax.models.flops import train_flops_per_token
 from moejax.observability.peak import peak_flops
 from moejax.partitioning import describe_mesh, make_mesh, near_devices, num_batch_shards
 from moejax.planner.buffers import DUMP_OPTIONS, Buffer, peak_buffers
-from moejax.planner.collectives import Collective, count_collectives
+from moejax.planner.collectives import Collective, collective_reader, count_collectives
 from moejax.planner.hardware import Hardware, num_chips, target_config
+from moejax.planner.overlap import Overlap, read_overlap
 from moejax.planner.roofline import Roofline, hardware_flops, hbm_bytes, roofline, with_links
 from moejax.train.compile import Compiled, compile_once
 from moejax.train.state import Program, TrainState, build_program
@@ -76,6 +77,7 @@ class CompileReport:
       roofline: None where the compiler refused.
       refused: the compiler's own words when it found that the step does not fit, or "".
       buffers: temporaries alive at the peak, largest first; empty where they were not asked for.
+      overlap: what of the collectives is hidden behind compute; empty where it was not asked for.
     """
 
     hardware: str
@@ -93,6 +95,7 @@ class CompileReport:
     roofline: Roofline | None
     refused: str = ""
     buffers: tuple[Buffer, ...] = ()
+    overlap: tuple[Overlap, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -159,7 +162,12 @@ def one_row_a_device(cfg: RunConfig, devices: int) -> RunConfig:
 
 
 def compile_for(
-    cfg: RunConfig, hardware: Hardware, *, keep_batch: bool = False, num_buffers: int = 0
+    cfg: RunConfig,
+    hardware: Hardware,
+    *,
+    keep_batch: bool = False,
+    num_buffers: int = 0,
+    with_overlap: bool = False,
 ) -> CompileReport:
     """Compiles the train step of a config for hardware that need not be here.
 
@@ -168,6 +176,7 @@ def compile_for(
       hardware: see :func:`parse_hardware`.
       keep_batch: use `data.batch_size` instead of one row a device and microbatch.
       num_buffers: also report so many of the temporaries alive at the peak.
+      with_overlap: also report which collectives have compute beside them.
     Raises:
       ConfigError: the mesh or batch does not fit the devices, or a compiler is missing.
     """
@@ -183,14 +192,19 @@ def compile_for(
     memory = _memory(compiled, refused, hardware)
     flops = train_flops_per_token(program.parts, cfg.data.seq_len, program.trains)
     collectives: tuple[Collective, ...] = ()
+    overlap: tuple[Overlap, ...] = ()
     bound = None
     if compiled is not None:
         hlo = compiled.call.as_text()  # type: ignore[attr-defined]
         near = near_devices(program.mesh, cfg.mesh)
-        ids = [device.id for device in program.mesh.devices.flat]
-        found = count_collectives(hlo, dict(program.mesh.shape), ids)
+        layout = dict(program.mesh.shape), [device.id for device in program.mesh.devices.flat]
+        found = count_collectives(hlo, *layout)
         collectives = tuple(with_links(row, near) for row in found)
         bound = _bound(program, hardware, memory, collectives, flops)
+        if with_overlap:
+            read = collective_reader(*layout)
+            peak = peak_flops(program.mesh.devices.flat[0], cfg.train.compute_dtype)[0]
+            overlap = tuple(read_overlap(hlo, read, near, hardware.chip, peak))
     return CompileReport(
         hardware=hardware.name,
         device=hardware.chip.kind,
@@ -207,6 +221,7 @@ def compile_for(
         roofline=bound,
         refused=refused,
         buffers=tuple(buffers),
+        overlap=overlap,
     )
 
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from moejax.planner.hlo import Body, Instruction, parse_computations, type_bytes, walk
+from moejax.planner.hlo import KINDS, Body, Instruction, parse_computations, type_bytes, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,24 +59,17 @@ def count_collectives(
       device_ids: ids of the mesh's devices in its order; needed only for several TPU slices.
     """
     computations, entry = parse_computations(hlo)
-    places = _first_slice(device_ids) or range(math.prod(mesh_shape.values()))
+    read = collective_reader(mesh_shape, device_ids)
     totals: dict[tuple[str, str, int, bool, bool], list[int]] = {}
     for found, body, times, is_open in walk(computations, entry, 1, False):
-        across = found.opcode == "send"
-        if across:
-            kind, groups = _between_slices(found.attributes, device_ids)
-            axes, group = _names(groups, mesh_shape), len(groups[0]) if groups else 1
-            operand = type_bytes(body[found.operands[0]].type) if groups else 0
-        else:
-            kind = found.opcode.removesuffix("-start")
-            axes, group = _axes_of(found.attributes, kind, mesh_shape, places)
-            operand = _operand_bytes(found, body)
-        if group == 1:
-            continue  # nothing moves
-        slot = totals.setdefault((kind, axes, group, is_open, across), [0, 0, 0])
+        one = read(found, body)
+        if one is None:
+            continue
+        key = (one.kind, one.axes, one.group, is_open, one.between_slices)
+        slot = totals.setdefault(key, [0, 0, 0])
         slot[0] += times
-        slot[1] += times * operand
-        slot[2] += times * _sent(kind, operand, group)
+        slot[1] += times * one.operand_bytes
+        slot[2] += times * one.sent_bytes
     rows = [
         Collective(kind, axes, group, count, operand_bytes, sent_bytes, is_open, across)
         for (kind, axes, group, is_open, across), (count, operand_bytes, sent_bytes) in (
@@ -84,6 +77,35 @@ def count_collectives(
         )
     ]
     return sorted(rows, key=lambda row: (row.open_loop, -row.sent_bytes, row.kind, row.axes))
+
+
+Reader = Callable[[Instruction, Body], Collective | None]
+
+
+def collective_reader(mesh_shape: Mapping[str, int], device_ids: Sequence[int] = ()) -> Reader:
+    """What one run of an instruction sends; None where it is no collective, or nothing moves.
+
+    Args: as of :func:`count_collectives`.
+    """
+    places = _first_slice(device_ids) or range(math.prod(mesh_shape.values()))
+
+    def read(found: Instruction, body: Body) -> Collective | None:
+        kind, across = found.opcode.removesuffix("-start"), found.opcode == "send"
+        if across:
+            kind, groups = _between_slices(found.attributes, device_ids)
+            axes, group = _names(groups, mesh_shape), len(groups[0]) if groups else 1
+            operand = type_bytes(body[found.operands[0]].type) if groups else 0
+        elif kind in KINDS:
+            axes, group = _axes_of(found.attributes, kind, mesh_shape, places)
+            operand = _operand_bytes(found, body)
+        else:
+            return None
+        if group == 1:
+            return None
+        sent = _sent(kind, operand, group)
+        return Collective(kind, axes, group, 1, operand, sent, between_slices=across)
+
+    return read
 
 
 _SLICE = 100_000  # device 3 of the second slice has the id 200003
@@ -164,17 +186,57 @@ def _names(groups: Sequence[Sequence[int]], mesh_shape: Mapping[str, int]) -> st
 
 
 def replica_groups(attributes: str) -> list[list[int]]:
-    """Groups of devices, from `{{0,1},{2,3}}` or `[2,2]<=[4]` or `[2,2]<=[2,2]T(1,0)`."""
+    """Groups of devices, in any of the forms that XLA prints.
+
+    `{{0,1},{2,3}}`, `[2,2]<=[4]`, `[2,2]<=[2,2]T(1,0)`, or axes of a mesh of the compiler's own,
+    `mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}`; no groups where all are one.
+
+    Raises:
+      ValueError: groups in another form.
+    """
     compact = re.search(
         r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
     )
-    if not compact:
-        return _braced(attributes, "replica_groups")
-    rows, columns, dims, order = compact.groups()
-    devices = np.arange(int(rows) * int(columns)).reshape([int(d) for d in dims.split(",")])
-    if order:
-        devices = devices.transpose([int(d) for d in order.split(",")])
-    return devices.reshape(int(rows), int(columns)).tolist()
+    if compact:
+        rows, columns, dims, order = compact.groups()
+        return _numbered(dims, order).reshape(int(rows), int(columns)).tolist()
+    on_mesh = re.search(
+        r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+        r"\s*\{([^}]*)\}",
+        attributes,
+    )
+    if on_mesh:
+        return _groups_on_mesh(*on_mesh.groups())
+    if re.search(r"replica_groups=(?!\{)", attributes):
+        raise ValueError(f"replica groups in an unknown form: {attributes[:200]}")
+    return _braced(attributes, "replica_groups")
+
+
+def _numbered(dims: str, order: str | None) -> np.ndarray:
+    """0, 1, 2, ... in the shape `dims`, transposed."""
+    shape = [int(d) for d in dims.split(",")]
+    devices = np.arange(math.prod(shape)).reshape(shape)
+    return devices.transpose([int(d) for d in order.split(",")]) if order else devices
+
+
+def _groups_on_mesh(mesh: str, dims: str | None, order: str | None, axes: str) -> list[list[int]]:
+    """Groups along `axes` of a mesh; `'a':(2)4` is the part of `a` of size 4 after one of 2."""
+    sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    count = str(math.prod(sizes.values()))
+    devices = _numbered(dims or count, order).reshape(-1)
+    asked = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", axes)
+    parts: list[int] = []  # the mesh with every axis cut around the part that is asked for
+    along = []
+    for name, size in sizes.items():
+        for before, part in [(b, p) for asked_name, b, p in asked if asked_name == name]:
+            inside = int(part) if part else size
+            outside = int(before) if before else 1
+            parts += [outside, inside]
+            along.append(len(parts) - 1)
+            size //= outside * inside
+        parts.append(size)
+    grid = np.moveaxis(devices.reshape(parts), along, range(-len(along), 0))
+    return grid.reshape(-1, math.prod(parts[i] for i in along)).tolist()
 
 
 def _braced(attributes: str, field: str) -> list[list[int]]:

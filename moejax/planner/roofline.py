@@ -89,6 +89,12 @@ def with_links(row: Collective, near: Near) -> Collective:
     return dataclasses.replace(row, link_bytes=round(link), network_bytes=round(network))
 
 
+def wire_seconds(row: Collective, near: Near, chip: Chip) -> float:
+    """Time of a row's bytes on the wire, first inside and then between hosts or slices."""
+    link, network = split_bytes(row, near)
+    return link / chip.link_bytes_s + network / chip.network_bytes_s
+
+
 def split_bytes(row: Collective, near: Near) -> tuple[float, float]:
     """Bytes that a device sends over fast links, and over the network, for one table row.
 

@@ -24,7 +24,7 @@ EIGHT = ("compile", "--config=tiny", "--hardware=cpu:8")
 def report():
     """The step of the small model compiled for eight simulated devices."""
     cfg = load_config("tiny", SMALL | {"data.batch_size": 4096})
-    return compile_for(cfg, parse_hardware("cpu:8"), num_buffers=1000)
+    return compile_for(cfg, parse_hardware("cpu:8"), num_buffers=1000, with_overlap=True)
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def compiled(report, monkeypatch):
     """`compile_for` that answers with `report`, or what it is set to, and keeps its arguments."""
     asked: dict = {"report": report}
 
-    def answer(cfg, hardware, *, keep_batch=False, num_buffers=0):
-        asked.update(cfg=cfg, hardware=hardware, keep_batch=keep_batch, num_buffers=num_buffers)
+    def answer(cfg, hardware, **options):
+        asked.update(cfg=cfg, hardware=hardware, **options)
         return asked["report"]
 
     monkeypatch.setattr(aot, "compile_for", answer)
@@ -81,6 +81,7 @@ def test_the_report_says_everything_and_fits_last(moejax, compiled):
     for part in (
         "compile", "of host memory", "arguments", "temporaries", "peak", "FLOPs a token",
         "all-gather", "fsdp", "compute", "network", "MFU", "temporaries of the fullest moment",
+        "inside", "between", "sent beside compute: ", "in the loops over layers", "exposed",
     ):  # fmt: skip
         assert part in shown.out
 
@@ -100,13 +101,23 @@ def test_temporaries_of_the_peak_are_named_and_within_the_total(moejax, compiled
     assert moejax(*EIGHT, *flags(), "--buffers=7").code == 0 and compiled["num_buffers"] == 7
 
 
+def test_overlap_counts_what_the_collectives_count(moejax, compiled, report):
+    """The same bytes, sorted otherwise; a CPU's collectives are not asynchronous."""
+    assert moejax(*EIGHT, *flags(), "--overlap").code == 0 and compiled["with_overlap"] is True
+    sent = sum(row.sent_bytes for row in report.collectives if not row.open_loop)
+    assert sum(row.sent_bytes for row in report.overlap) == sent
+    assert all(row.hidden_bytes == row.async_bytes == 0 for row in report.overlap)
+
+
 def test_json_holds_every_figure(moejax, compiled, report):
     shown = moejax(*EIGHT, *flags(), "--json")
     read = json.loads(shown.out)
     assert shown.code == 0 and read["fits"] is True and read["hardware"] == "cpu:8"
     assert read["memory"] == dataclasses.asdict(report.memory)
     assert read["roofline"]["bound"] == report.roofline.bound
-    assert {"kind", "axes", "count", "operand_bytes", "sent_bytes"} <= read["collectives"][0].keys()
+    assert {"kind", "axes", "count", "sent_bytes", "link_bytes", "network_bytes"} <= read[
+        "collectives"
+    ][0].keys()
 
 
 @pytest.mark.parametrize("refused", ["", "RESOURCE_EXHAUSTED: Used 99.5G of 95.0G hbm."])

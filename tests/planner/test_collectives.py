@@ -134,10 +134,23 @@ def test_the_entry_is_found_and_every_instruction_read():
         ("replica_groups=[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
         ("replica_groups=[2,4]<=[2,2,2]T(1,0,2)", [[0, 1, 4, 5], [2, 3, 6, 7]]),
         ("replica_groups={}, to_apply=%add", []),
+        ("replica_groups=mesh['axis_0'=1,'axis_1'=4] {'axis_1'}, x=1", [[0, 1, 2, 3]]),
+        (
+            "replica_groups=mesh['axis_0'=1,'axis_2'=4,'axis_3'=2], device_ids=([2,4]T(1,0)) "
+            "{'axis_3'}, use_global_device_ids=true",
+            [[0, 4], [1, 5], [2, 6], [3, 7]],
+        ),
+        ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'a','c'}", [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        ("replica_groups=mesh['a'=8] {'a':(2)2}", [[0, 2], [1, 3], [4, 6], [5, 7]]),
     ],
 )
-def test_both_ways_to_write_replica_groups(text, groups):
+def test_every_way_to_write_replica_groups(text, groups):
     assert replica_groups(text) == groups
+
+
+def test_groups_in_a_form_that_is_not_known_are_not_guessed():
+    with pytest.raises(ValueError, match="unknown form: , replica_groups=v9"):
+        replica_groups(", replica_groups=v9[2], to_apply=%add")
 
 
 @pytest.mark.parametrize(
