@@ -326,6 +326,10 @@ def get_config() -> ConfigDict:
     # before the first step, the expert exchange on these devices against 'local'; auto = where
     # experts lie on several devices [one of 'auto', 'on', 'off']
     c.train.self_check = "auto"
+    # collectives beside compute (GPU, TPU): off = as the compiler likes; within = of a layer beside
+    # that layer; ahead = also of the next one, which holds the weights of two layers [one of 'off',
+    # 'within', 'ahead']
+    c.train.prefetch = "within"
 
     c.eval = ConfigDict()
     # steps between evaluations; 0 = only at the end [>= 0]

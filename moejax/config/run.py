@@ -223,6 +223,7 @@ class TrainConfig(Section):
     trainable: tuple = setting((), items=str)
     frozen_dtype: str = setting("float32", choices=("float32", "bfloat16"))
     self_check: str = setting("auto", choices=("auto", "on", "off"))
+    prefetch: str = setting("within", choices=("off", "within", "ahead"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

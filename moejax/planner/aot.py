@@ -28,6 +28,7 @@ from moejax.planner.roofline import Roofline, hardware_flops, hbm_bytes, rooflin
 from moejax.train.compile import Compiled, compile_once
 from moejax.train.state import Program, TrainState, build_program
 from moejax.train.step import batch_sharding, train_step
+from moejax.train.xla_flags import compiler_options
 from pallas_kernels.choose import lowering_for
 
 EXTRA = "pip install 'moejax[aot]'"
@@ -248,7 +249,8 @@ def _compile(
     """The compiled step, or the compiler's words where it does not fit; and the seconds."""
     platform = {"cuda": "gpu"}.get(hardware.chip.platform, hardware.chip.platform)
     # Of a CPU only buffers and collectives are asked, which good machine code does not change.
-    options: dict[str, Any] = {"xla_backend_optimization_level": 0} if platform == "cpu" else {}
+    options = compiler_options(program.cfg.train.prefetch, program.mesh)
+    options |= {"xla_backend_optimization_level": 0} if platform == "cpu" else {}
     if dump is not None:
         options |= DUMP_OPTIONS | {"xla_dump_to": str(dump)}
     began = time.perf_counter()

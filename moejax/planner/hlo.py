@@ -94,13 +94,35 @@ def walk(
         if found.opcode == "send" or found.opcode.removesuffix("-start") in KINDS:
             yield found, body, times, is_open
             continue
-        if found.opcode.endswith(("-done", "-update")):
+        if found.opcode.endswith(("-done", "-update")) or continues_collective(found):
             continue
         count: int | None = 1
         if found.opcode == "while":
             count = trips(computations, body, found)
         for inner in called_by(found):
             yield from walk(computations, inner, times * (count or 1), is_open or count is None)
+
+
+def begins_collective(found: Instruction) -> bool:
+    """Whether something goes on the wire here and comes in at an instruction further down.
+
+    A pair of instructions; on a TPU also a fusion of the name `async-collective-start`. Pairs with
+    nothing between them XLA marks as synchronous.
+    """
+    pair = found.opcode.endswith("-start") or found.opcode == "send"
+    fused = found.opcode == "fusion" and found.name.startswith("async-collective-start")
+    return fused or (pair and '"is_sync":true' not in found.attributes)
+
+
+def continues_collective(found: Instruction) -> bool:
+    """Whether a TPU's fusion takes a collective on its way, or ends it, that began further up.
+
+    The collective stands in the fused computation again.
+    """
+    if found.opcode != "fusion":
+        return False
+    named = any(name.startswith("async_collective_fusion") for name in called_by(found))
+    return named or found.name.startswith("async-collective-done")
 
 
 def called_by(found: Instruction) -> list[str]:

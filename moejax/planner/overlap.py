@@ -1,10 +1,11 @@
 """How much of what a step sends has compute beside it, from the scheduled HLO.
 
 The text of a scheduled module is the order in which a device issues its instructions. An
-asynchronous collective is on the wire from its `-start` to its `-done`, any other while it stands
-there. The reader plays every computation once: one stream of compute, one wire, data-sheet rates.
-A collective is hidden as far as its `-done` finds it finished; the rest is exposed, compute waits.
-The rates are those of the roofline, so figures compare schedules and forecast no time.
+asynchronous collective is on the wire from its start to its end (a TPU fuses it with the compute
+beside it), any other while it stands there. The reader plays every computation once: one stream of
+compute, one wire, data-sheet rates. A collective is hidden as far as its end finds it finished; the
+rest is exposed, compute waits. The rates are those of the roofline: figures compare schedules, they
+forecast no time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from collections.abc import Iterable, Sequence
 from moejax.planner.collectives import Collective, Reader
 from moejax.planner.cost import Cost, cost
 from moejax.planner.hardware import Chip
-from moejax.planner.hlo import Body, Instruction, called_by, parse_computations, trips
+from moejax.planner.hlo import (
+    Body,
+    Instruction,
+    begins_collective,
+    called_by,
+    continues_collective,
+    parse_computations,
+    trips,
+)
 from moejax.planner.roofline import Near, wire_seconds
 
 
@@ -76,8 +85,8 @@ class _Player:
         clock, wire, work = 0.0, 0.0, Cost(0.0, 0.0)
         flying: dict[str, _Transfer] = {}
         for found in body.values():
-            if found.opcode.endswith("-done"):
-                ended = flying.pop(found.operands[0], None) if found.operands else None
+            if found.opcode.endswith("-done") or found.name.startswith("async-collective-done"):
+                ended = flying.pop(_start_of(found, body), None)
                 if ended is not None:
                     ended.exposed = min(max(ended.end - clock, 0.0), ended.seconds)
                     clock = max(clock, ended.end)
@@ -86,7 +95,7 @@ class _Player:
             if sent is not None:
                 wire = sent.end
                 self.done.append((sent, times, in_loop))
-                if _is_async(found):
+                if begins_collective(found):
                     flying[found.name] = sent
                 else:
                     sent.exposed, sent.paired, clock = sent.seconds, False, sent.end
@@ -99,6 +108,8 @@ class _Player:
         return clock, work
 
     def _transfer(self, found: Instruction, body: Body, begin: float) -> _Transfer | None:
+        if continues_collective(found):
+            return None
         inside = [(found, body)]
         if found.opcode in ("async-start", "fusion"):
             bodies = [self.computations.get(name, {}) for name in called_by(found)]
@@ -129,10 +140,12 @@ class _Player:
         return spent, sum((work for _, work in parts), Cost(0.0, 0.0)).times(count or 0)
 
 
-def _is_async(found: Instruction) -> bool:
-    """Whether other work goes on meanwhile; XLA marks pairs with nothing between as synchronous."""
-    pair = found.opcode.endswith("-start") or found.opcode == "send"
-    return pair and '"is_sync":true' not in found.attributes
+def _start_of(done: Instruction, body: Body) -> str:
+    """Name of the instruction that began what `done` ends: back along the first operands."""
+    found: Instruction | None = done
+    while found is not None and found.operands and (found is done or not begins_collective(found)):
+        found = body.get(found.operands[0])
+    return found.name if found is not None else ""
 
 
 def read_overlap(

@@ -23,6 +23,7 @@ from moejax.train.samples import Samples
 from moejax.train.signals import StopRequest
 from moejax.train.state import Program, TrainState, as_tree
 from moejax.train.step import train_step
+from moejax.train.xla_flags import compiler_options
 
 _SET_METRICS = ("loss", "nats_per_byte")  # of an EvalResult, as eval/NAME/...
 
@@ -128,6 +129,7 @@ class Loop:
             return compile_once(
                 lambda state, batch: train_step(program, state, batch), self.state, batch,
                 donate_argnums=0, out_shardings=(program.shardings, None),
+                compiler_options=compiler_options(program.cfg.train.prefetch, program.mesh),
             )  # fmt: skip
 
     def _drain(self, keep: int, held: int | None) -> None:
