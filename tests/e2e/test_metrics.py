@@ -40,6 +40,8 @@ def test_layers_with_experts_have_a_value_each(straight):
         assert all(0.0 <= load <= 1.0 for load in row["moe_load_min"])
         assert row["moe_dropped"] == row["dead_experts"] == [0, 0]
         assert all(rounds >= 1 for rounds in row["moe_rounds"])
+        assert len(row["moe_sent_bytes"]) == 2 and min(row["moe_sent_bytes"]) > 0
+        assert row["moe_sent_bytes_network"] == [0, 0]  # one host
         assert len(row["indexer_kl"]) == 1 and row["indexer_kl"][0] >= 0.0
 
 

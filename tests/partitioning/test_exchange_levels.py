@@ -7,20 +7,32 @@ NaN wherever a row is not meant to be read; rows and bytes are those that NumPy 
 import functools
 import itertools
 import math
+import re
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_policies
 
-from moejax.partitioning.expert_exchange import collective, exchange_experts, ragged
+from moejax.config import FfnConfig, MoeConfig
+from moejax.layers.moe.latent_moe import LatentMoe
+from moejax.partitioning.expert_exchange import (
+    DISPATCHED,
+    RETURNED,
+    collective,
+    exchange_experts,
+    ragged,
+)
 from moejax.partitioning.expert_exchange.levels import distinct_groups, even_copies
 from tests.sharded.meshes import (
     DATA2_EXPERT4,
     DATA2_FSDP2_EXPERT2,
     EXPERT8,
     FSDP2_EXPERT4,
+    ONE,
     assert_leaves_agree,
     mesh_of,
     named,
@@ -28,6 +40,7 @@ from tests.sharded.meshes import (
 from tests.sharded.test_exchange import FAST_COMPILE, experts
 
 B, T, A, E, WIDTH = 8, 7, 5, 24, 6
+KEEP = checkpoint_policies.save_only_these_names(DISPATCHED, RETURNED)
 TOKEN = np.arange(B * T).reshape(B, T, 1)
 
 
@@ -187,7 +200,8 @@ def test_full_product(case):
             assert stats.rounds == 1
 
 
-@pytest.mark.parametrize("case", [str(CASES[2])])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [str(case) for case in CASES])
 def test_in_float64(case):
     """No rounding to hide behind."""
     with jax.enable_x64(True):
@@ -232,3 +246,75 @@ def test_a_level_that_the_mesh_cannot_serve(level, hosts, wrong):
     ids = routings()["random"]
     with jax.set_mesh(mesh_of(EXPERT8)), pytest.raises(ValueError, match=wrong):
         exchange_experts(x, ids, combine, weights, experts, num_experts=E, level=level, hosts=hosts)
+
+
+def layer_gradients(mesh: dict, exchange: str, **fields):
+    """Output and gradients (router, latent maps, experts, input) of one LatentMoE layer."""
+    cfg = MoeConfig(
+        num_experts=E, top_k=A, expert_dim=8, latent_dim=WIDTH, num_shared=1, exchange=exchange,
+        buffer_factor=0.5, receive_factor=0.75, **fields,
+    )  # fmt: skip
+    layer = LatentMoe(16, cfg, FfnConfig(), 1e-5, 0.5, nnx.Rngs(params=3))
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+    rng = np.random.default_rng(1)
+    x_BTD, cotangent_BTD = (rng.standard_normal((B, T, 16), np.float32) for _ in range(2))
+    segment_ids_BT = np.ones((B, T), np.int32)
+    segment_ids_BT[::2, -2:] = 0
+
+    @functools.partial(jax.checkpoint, policy=KEEP, prevent_cse=False)
+    def run(params, x_BTD):
+        out_BTD, aux = nnx.merge(graph, params, rest)(x_BTD, segment_ids_BT)
+        return out_BTD, aux
+
+    def both(params, x_BTD):
+        out_BTD, pull, aux = jax.vjp(run, params, x_BTD, has_aux=True)
+        return out_BTD, pull(cotangent_BTD), {k: aux[k] for k in ("sent_bytes", "rounds")}
+
+    with jax.set_mesh(mesh_of(mesh)):
+        return jax.jit(both, compiler_options=FAST_COMPILE)(params, x_BTD)
+
+
+@pytest.mark.parametrize("level", [pytest.param("device", marks=pytest.mark.slow), "host"])
+def test_a_layer_and_its_router_learn_the_same(level):
+    fields = {"exchange_level": level, "exchange_hosts": 2}
+    *got, aux = layer_gradients(EXPERT8, "ragged", **fields)
+    *want, none = layer_gradients(ONE, "local")
+    assert_leaves_agree(jax.tree.map(np.asarray, got), want, 1e-5)
+    assert np.any(np.asarray(got[1][0]["router"]["weight"][...]) != 0)
+    assert aux["rounds"] > 1 and aux["sent_bytes"] > 0 == none["sent_bytes"]
+
+
+def exchanges_of_rows(level: str, policy: str) -> int:
+    """Collectives that move rows, forward and backward, in two scanned layers' compiled program."""
+    (x, combine, weights), _ = values("float32")
+    ids = routings()["random"]
+
+    def layer(x_BTL, weights):
+        out_BTL, _ = exchange_experts(
+            x_BTL, ids, combine, weights, experts, num_experts=E, exchange="ragged",
+            receive_factor=9.0, level=level, hosts=2,
+        )  # fmt: skip
+        return x_BTL + jnp.tanh(out_BTL)  # its derivative needs the output again
+
+    if policy != "none":
+        keep = KEEP if policy == "keep" else None
+        layer = jax.checkpoint(layer, policy=keep, prevent_cse=False)
+
+    def loss(x_BTL, weights):
+        x_BTL, _ = jax.lax.scan(lambda x, _: (layer(x, weights), None), x_BTL, length=2)
+        return jnp.sum(x_BTL**2)
+
+    with jax.set_mesh(mesh_of(EXPERT8)):
+        jitted = jax.jit(jax.grad(loss, (0, 1)), compiler_options=FAST_COMPILE)
+        text = jitted.lower(x, weights).compile().as_text()
+    return len(re.findall(rf"= \(?f32\[.*\b{WIDTH}\].* (?:all-to-all|all-gather)\(", text))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["device", "host"])
+def test_kept_rows_are_not_sent_again(level):
+    """There, back, and both again for the gradients; at level "host" two hops of that."""
+    once = exchanges_of_rows(level, "none")
+    assert once == {"device": 4, "host": 8}[level]
+    assert exchanges_of_rows(level, "keep") == once
+    assert exchanges_of_rows(level, "full") > once

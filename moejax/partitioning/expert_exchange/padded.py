@@ -10,6 +10,7 @@ worst routing, and the answer never depends on the routing's balance.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ class Padded:
     bucket: int
     never_overflows: bool  # one round is enough whatever the routing
     link: Link
+    wide_sums: bool
 
     writes_in_place = False
     told_bytes = 4  # the expert's number that goes with every row
@@ -58,7 +60,8 @@ class Padded:
     def sized(cls, need: Need, factor: float, link: Link):
         """Buckets of `factor` times an even share."""
         bucket = bucket_rows(need.most_to_one, need.share / need.ranks, factor)
-        return cls(need.ranks, need.local_experts, bucket, bucket >= need.most_to_one, link)
+        fits = bucket >= need.most_to_one
+        return cls(need.ranks, need.local_experts, bucket, fits, link, not need.bounded)
 
     def route(self, expert_ids_MA: jax.Array) -> Routing:
         plan = plan_permute(expert_ids_MA, self.ranks * self.local_experts)
@@ -96,7 +99,7 @@ class Padded:
 
     def start(self, like_ML: jax.Array, weights_MA: jax.Array) -> jax.Array:
         """What `collect` adds to before any round."""
-        return jnp.zeros(like_ML.shape, weights_MA.dtype)
+        return jnp.zeros(like_ML.shape, weights_MA.dtype if self.wide_sums else like_ML.dtype)
 
     def collect(self, out_RL: jax.Array, weights_MA, routing: Routing, turn, so_far=None):
         """Weighted sum of what comes back [M, L], float32 or wider, added to `so_far`."""
@@ -104,6 +107,7 @@ class Padded:
         out_PCL = out_RL.reshape(self.ranks, self.bucket, out_RL.shape[-1])
         back_PCL = checkpoint_name(self.link.swap(out_PCL), RETURNED)
         sum_ML = _put(back_PCL, weights_MA, assignment_PC, valid_PC, slot_MA)
+        sum_ML = sum_ML if self.wide_sums else sum_ML.astype(out_RL.dtype)
         return sum_ML if so_far is None else so_far + sum_ML
 
     def finish(self, sum_ML: jax.Array, weights_MA, routing: Routing) -> jax.Array:
@@ -133,6 +137,15 @@ def _padded(x_PCL: jax.Array) -> jax.Array:
     return jnp.concatenate([flat, jnp.zeros_like(flat[:1])])
 
 
+def _by_choice(x_PCL: jax.Array, slot_MA: jax.Array) -> list[jax.Array]:
+    """Every token's row for its first choice, its second, ...
+
+    One at a time they fuse into a sum, and [M, A, L] never exists.
+    """
+    slots_NL = _padded(x_PCL)
+    return [slots_NL[slot_M] for slot_M in slot_MA.T]
+
+
 # Both movements are gathers in both directions: a token knows its slots and a slot its token, so no
 # scatter is needed.
 @jax.custom_vjp
@@ -146,7 +159,8 @@ def _take_fwd(x_ML, token_PC, valid_PC, slot_MA):
 
 def _take_bwd(slot_MA, dout_PCL):
     wide = jnp.promote_types(dout_PCL.dtype, jnp.float32)
-    dx_ML = jnp.sum(_padded(dout_PCL)[slot_MA], axis=1, dtype=wide)
+    parts = [rows_ML.astype(wide) for rows_ML in _by_choice(dout_PCL, slot_MA)]
+    dx_ML = functools.reduce(jnp.add, parts)
     return dx_ML.astype(dout_PCL.dtype), None, None, None
 
 
@@ -155,8 +169,9 @@ _take.defvjp(_take_fwd, _take_bwd)
 
 @jax.custom_vjp
 def _put(back_PCL, weights_MA, assignment_PC, valid_PC, slot_MA):
-    rows_MAL = _padded(back_PCL)[slot_MA]
-    return jnp.einsum("mal,ma->ml", rows_MAL.astype(weights_MA.dtype), weights_MA)
+    pairs = zip(_by_choice(back_PCL, slot_MA), weights_MA.T, strict=True)
+    parts = [rows_ML.astype(w_M.dtype) * w_M[:, None] for rows_ML, w_M in pairs]
+    return functools.reduce(jnp.add, parts)
 
 
 def _put_fwd(back_PCL, weights_MA, assignment_PC, valid_PC, slot_MA):
@@ -168,8 +183,9 @@ def _put_bwd(residuals, dout_ML):
     back_PCL, weights_MA, assignment_PC, valid_PC, slot_MA = residuals
     weight_PC = jnp.where(valid_PC, weights_MA.reshape(-1)[assignment_PC], 0)
     dback_PCL = weight_PC[..., None] * dout_ML[assignment_PC // weights_MA.shape[1]]
-    rows_MAL = _padded(back_PCL)[slot_MA]
-    dweights_MA = jnp.einsum("mal,ml->ma", rows_MAL.astype(dout_ML.dtype), dout_ML)
+    rows = _by_choice(back_PCL, slot_MA)
+    dots = [jnp.sum(r_ML.astype(dout_ML.dtype) * dout_ML, -1) for r_ML in rows]
+    dweights_MA = jnp.stack(dots, axis=1)
     return dback_PCL.astype(back_PCL.dtype), dweights_MA.astype(weights_MA.dtype), None, None, None
 
 

@@ -65,6 +65,7 @@ class Ragged:
     num_windows: int
     link: Link
     never_overflows: bool  # one turn is enough whatever the routing
+    wide_sums: bool
 
     told_bytes = 0
 
@@ -78,7 +79,10 @@ class Ragged:
             window = receive_rows(need.share, need.rows, factor)
         num_windows = max(-(-need.rows // window), 1) if window else 1
         fits = capacity >= most and num_windows == 1
-        return cls(need.ranks, need.local_experts, capacity, window, num_windows, link, fits)
+        return cls(
+            need.ranks, need.local_experts, capacity, window, num_windows, link, fits,
+            not need.bounded,
+        )  # fmt: skip
 
     @property
     def writes_in_place(self) -> bool:
@@ -119,13 +123,12 @@ class Ragged:
         """What `collect` writes to before any turn."""
         if self.writes_in_place:
             return blank_rows(weights_MA.size, like_ML)
-        wide = jnp.promote_types(like_ML.dtype, jnp.float32)
-        return jnp.zeros(like_ML.shape, wide)
+        return jnp.zeros(like_ML.shape, like_ML.dtype)
 
     def collect(self, out_CL: jax.Array, weights_MA, routing: Routing, turn, so_far=None):
         """Results by sorted place [R, L]; places of other turns are as in `so_far`.
 
-        With several windows: the weighted sum [M, L], float32 or wider, added to `so_far`.
+        With several windows: the weighted sum [M, L], summed in float32, added to `so_far`.
         """
         counts_PE, plan, turn = self._step(routing, turn)
         there, back = turn_runs(counts_PE, self.link.me(), turn, self.capacity)
@@ -139,7 +142,7 @@ class Ragged:
         rows_SL = checkpoint_name(rows_SL, RETURNED).astype(
             jnp.promote_types(out_CL.dtype, jnp.float32)
         )
-        sum_ML = unpermute(rows_SL, weights_inside(plan, weights_MA), plan)
+        sum_ML = unpermute(rows_SL, weights_inside(plan, weights_MA), plan).astype(out_CL.dtype)
         return sum_ML if so_far is None else so_far + sum_ML
 
     def finish(self, rows_RL: jax.Array, weights_MA: jax.Array, routing: Routing) -> jax.Array:

@@ -47,7 +47,7 @@ class Need(NamedTuple):
     rows: int  # assignments it has to send at most
     share: float  # rows it sends, and receives, under an even routing
     most_to_one: int  # rows it may have for one device
-    bounded: bool = False  # whether `rows` is too many to hold at a time
+    bounded: bool = False  # `rows` is too many to hold at a time, or to sum up in wide numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,9 +244,12 @@ def _further_bwd(program, residuals, cotangents):
         return step + 1, (dx_s, dweights_sMA.at[i].add(dweights_MA), dweights)
 
     primals = (x_s, weights_sMA, weights)
-    zeros = jax.tree.map(
-        lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32)), primals
-    )
+    wide = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))  # noqa: E731
+    zeros = jax.tree.map(wide, primals)
+    if not program.exchange.wide_sums:
+        # So many rows that wide sums of them would be the largest arrays there are; and each gets
+        # few terms, nearly always one.
+        zeros = (jax.tree.map(jnp.zeros_like, x_s), *zeros[1:])
     _, grads = lax.while_loop(lambda s: s[0] < end, body, (begin, zeros))
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, primals)
     # What the rounds started from passes through: no round reads it.

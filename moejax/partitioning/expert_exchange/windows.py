@@ -27,6 +27,7 @@ class Windows:
     never_overflows: bool  # one round is enough whatever the routing
 
     writes_in_place = False
+    wide_sums = False
     link = None
 
     @classmethod
@@ -48,13 +49,13 @@ class Windows:
 
     def start(self, like_ML: jax.Array, weights_MA: jax.Array) -> jax.Array:
         """What `collect` adds to before any round."""
-        return jnp.zeros(like_ML.shape, jnp.promote_types(like_ML.dtype, jnp.float32))
+        return jnp.zeros(like_ML.shape, like_ML.dtype)
 
     def collect(self, out_SL: jax.Array, weights_MA, routing: PermutePlan, turn, so_far=None):
-        """Weighted sum of the window's rows [M, L], float32 or wider, added to `so_far`."""
+        """Weighted sum of the window's rows [M, L], summed in float32, added to `so_far`."""
         plan = window_plan(routing, turn, self.window)
         wide_SL = out_SL.astype(jnp.promote_types(out_SL.dtype, jnp.float32))
-        sum_ML = unpermute(wide_SL, weights_inside(plan, weights_MA), plan)
+        sum_ML = unpermute(wide_SL, weights_inside(plan, weights_MA), plan).astype(out_SL.dtype)
         return sum_ML if so_far is None else so_far + sum_ML
 
     def finish(self, sum_ML: jax.Array, weights_MA, routing: PermutePlan) -> jax.Array:
