@@ -24,7 +24,7 @@ from tests.sharded.meshes import (
     DATA2_FSDP2_EXPERT2,
     EXPERT8,
     FSDP2_EXPERT4,
-    FSDP8,
+    ONE,
     assert_leaves_agree,
     mesh_of,
     named,
@@ -46,11 +46,10 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(FSDP8, "auto"),
+    Case(ONE, "auto"),
     Case(FSDP2_EXPERT4, "padded"),
     Case(EXPERT8, "ragged"),
     Case(DATA2_FSDP2_EXPERT2, "ragged", copies=1, slices=2),
-    Case(EXPERT8, "padded", copies=2),
 ]
 MORE = [
     Case(sizes, exchange, copies, slices)
