@@ -17,7 +17,8 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_policies
 
-from moejax.config import FfnConfig, MoeConfig
+from moejax.config import ConfigError, FfnConfig, MeshConfig, MoeConfig, RunConfig
+from moejax.config.run import DcnConfig
 from moejax.layers.moe.latent_moe import LatentMoe
 from moejax.partitioning.expert_exchange import (
     DISPATCHED,
@@ -318,3 +319,21 @@ def test_kept_rows_are_not_sent_again(level):
     assert once == {"device": 4, "host": 8}[level]
     assert exchanges_of_rows(level, "keep") == once
     assert exchanges_of_rows(level, "full") > once
+
+
+def test_hosts_come_from_the_mesh_and_a_config_without_them_is_refused():
+    def run(level, hosts, dcn, axis=8):
+        mesh = MeshConfig(fsdp=1, expert=axis, dcn=DcnConfig(expert=dcn))
+        cfg = RunConfig(mesh=mesh)
+        moe = cfg.model.moe.replace(exchange_level=level, exchange_hosts=hosts)
+        return cfg.replace(model=cfg.model.replace(moe=moe))
+
+    assert run("host", 0, 4).with_hosts().model.moe.exchange_hosts == 4
+    assert run("host", 2, 4).with_hosts().model.moe.exchange_hosts == 2
+    assert run("expert", 0, 1).with_hosts().model.moe.exchange_hosts == 1
+    for cfg, devices in ((run("host", 0, 4), 8), (run("host", 2, 1), 8), (run("host", 0, 1, 1), 1)):
+        cfg.check(devices)
+    with pytest.raises(ConfigError, match="needs the 8 devices of mesh.expert on several hosts"):
+        run("host", 0, 1).check(8)
+    with pytest.raises(ConfigError, match="exchange_hosts=3 does not divide mesh.expert=8"):
+        run("device", 3, 1).check(8)
