@@ -326,9 +326,9 @@ def get_config() -> ConfigDict:
     # before the first step, the expert exchange on these devices against 'local'; auto = where
     # experts lie on several devices [one of 'auto', 'on', 'off']
     c.train.self_check = "auto"
-    # collectives beside compute (GPU, TPU): off = as the compiler likes; within = of a layer beside
-    # that layer; ahead = also of the next one, which holds the weights of two layers [one of 'off',
-    # 'within', 'ahead']
+    # gathers beside compute: off = as the compiler likes; within = on TPUs beside the same layer,
+    # as GPUs do anyway; ahead = on GPUs the next layer's too, so that two layers' weights are held
+    # [one of 'off', 'within', 'ahead']
     c.train.prefetch = "within"
 
     c.eval = ConfigDict()

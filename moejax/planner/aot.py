@@ -248,8 +248,8 @@ def _compile(
 ) -> tuple[Compiled | None, str, float]:
     """The compiled step, or the compiler's words where it does not fit; and the seconds."""
     platform = {"cuda": "gpu"}.get(hardware.chip.platform, hardware.chip.platform)
-    # Of a CPU only buffers and collectives are asked, which good machine code does not change.
     options = compiler_options(program.cfg.train.prefetch, program.mesh)
+    # Of a CPU only buffers and collectives are asked, which good machine code does not change.
     options |= {"xla_backend_optimization_level": 0} if platform == "cpu" else {}
     if dump is not None:
         options |= DUMP_OPTIONS | {"xla_dump_to": str(dump)}

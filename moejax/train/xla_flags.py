@@ -37,9 +37,9 @@ class Flag(NamedTuple):
 
 
 FLAGS = (
-    Flag("gpu", "within", "xla_gpu_enable_latency_hiding_scheduler", True,
+    Flag("gpu", "ahead", "xla_gpu_enable_latency_hiding_scheduler", True,
          "collectives begin as early and end as late as what they wait for allows; XLA leaves it "
-         "off in some programs, those with an expert exchange among them"),
+         "off in programs with an expert exchange, whose own order hides more of it"),
     Flag("gpu", "ahead", "xla_gpu_enable_pipelined_all_gather", True,
          "a scanned layer's weights are gathered while the layer before computes"),
     Flag("gpu", "ahead", "xla_gpu_enable_pipelined_reduce_scatter", True,
@@ -48,12 +48,8 @@ FLAGS = (
          "the same for what is summed and not scattered"),
     Flag("tpu", "within", "xla_enable_async_all_gather", True,
          "gathers may begin apart from their end"),
-    Flag("tpu", "within", "xla_tpu_enable_async_collective_fusion", True,
-         "a collective is fused with the compute beside it"),
     Flag("tpu", "within", "xla_tpu_enable_async_collective_fusion_fuse_all_gather", True,
-         "the same for the gathers of weights"),
-    Flag("tpu", "within", "xla_tpu_enable_async_collective_fusion_multiple_steps", True,
-         "one gather may go beside several operations"),
+         "and are fused with the compute beside them; neither does anything alone"),
 )  # fmt: skip
 
 

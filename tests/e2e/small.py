@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ import pytest
 import moejax
 from moejax.checkpoint import reader
 from moejax.train import loop
-from moejax.train.compile import compile_once
+from moejax.train.compile import Compiled, compile_once
 from moejax.train.loop import Loop
 
 RUN = importlib.import_module("moejax.train.run")  # the package's `run` is the function in it
@@ -84,10 +83,14 @@ def train(
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.setattr(RUN, "Loop", Kept)
         if fast:
-            options = {"xla_backend_optimization_level": 0}
-            patch.setattr(loop, "compile_once", partial(compile_once, compiler_options=options))
+            patch.setattr(loop, "compile_once", _compile_fast)
         result = moejax.train(config, workdir, overrides)
     return Done(result, out.getvalue(), loops[0] if loops else None)
+
+
+def _compile_fast(*args: Any, **options: Any) -> Compiled:
+    quick = {"xla_backend_optimization_level": 0}
+    return compile_once(*args, **options | {"compiler_options": quick})
 
 
 def flags(**changes: Any) -> list[str]:
