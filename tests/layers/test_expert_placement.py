@@ -52,6 +52,9 @@ def test_what_holds_of_every_placement(problem, seed):
             held = experts[experts < E].tolist()
             assert len(set(held)) == len(held) and all(owner[x] != device for x in held)
         assert np.bincount(copies_Pc[copies_Pc < E], minlength=1).max() < MAX_PLACES
+    if spread.copies:
+        fewer = place(load_LE, spread._replace(copies=spread.copies - 1))
+        assert np.all(fullest(load_LE, found) <= fullest(load_LE, fewer))
     again = place(load_LE.copy(), spread)
     assert all(np.array_equal(a, b) for a, b in zip(found, again, strict=True))
     # From any placement it only gets better, and one that is not beaten stays.

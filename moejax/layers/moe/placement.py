@@ -86,8 +86,8 @@ def place(load_LE: np.ndarray, spread: Spread, current: Placement | None = None)
     left; then swaps of two experts as long as the fullest device gains. With copies, the experts
     above the mean load are repeated first, the one with the largest share of load a place before
     any other. Ties go to the lowest number, so the result depends on nothing but the arguments. It
-    is never worse than the order of the experts' numbers, nor than `current`, which stays where
-    nothing better was found.
+    is never worse than the order of the experts' numbers, than fewer copies, nor than `current`,
+    which stays where nothing better was found.
 
     Args:
       load_LE: tokens of every expert in every layer.
@@ -95,12 +95,12 @@ def place(load_LE: np.ndarray, spread: Spread, current: Placement | None = None)
       current: the placement in force.
     """
     load_LE = np.asarray(load_LE, np.float64)
-    L, E = load_LE.shape
+    (L, E), P = load_LE.shape, spread.devices
     plain = canonical(L, E, spread)
     current = current or plain
     slots_LE, copies_LPc = np.empty_like(plain.slots_LE), np.empty_like(plain.copies_LPc)
     for layer, load_E in enumerate(load_LE):
-        found = [_searched(load_E, c, spread) for c in range(spread.copies + 1)]
+        found = [_searched(load_E, Spread(P, c), spread.copies) for c in range(spread.copies + 1)]
         candidates = [_layer(current, layer), *found, _layer(plain, layer)]
         fullest = [_device_loads(load_E, *candidate).max() for candidate in candidates]
         slots_LE[layer], copies_LPc[layer] = candidates[int(np.argmin(fullest))]
@@ -112,11 +112,11 @@ def _layer(placement: Placement, layer: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _searched(
-    load_E: np.ndarray, most_copies: int, spread: Spread
+    load_E: np.ndarray, spread: Spread, num_columns: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(slots_E, copies_Pc) of one layer, with at most `most_copies` a device on average."""
+    """(slots_E, copies_Pc) of one layer, with columns for `num_columns` copies a device."""
     E, P = len(load_E), spread.devices
-    repeats_E = _repeats(load_E, P, P * most_copies)
+    repeats_E = _repeats(load_E, P, P * spread.copies)
     slots_Pe, copies_Pc = _assigned(load_E, repeats_E, spread)
     places_E = 1 + np.bincount(copies_Pc.reshape(-1), minlength=E + 1)[:E]
     held_PS = np.concatenate([slots_Pe, copies_Pc], 1)
@@ -125,7 +125,9 @@ def _searched(
     device_E[held_PS[:, : E // P]] = np.arange(P)[:, None]
     slots_E = np.empty(E, np.int64)
     slots_E[np.argsort(device_E, kind="stable")] = np.arange(E)
-    return slots_E, np.sort(held_PS[:, E // P :], 1)
+    copies_Pc = np.sort(held_PS[:, E // P :], 1)
+    unused = num_columns - spread.copies
+    return slots_E, np.pad(copies_Pc, ((0, 0), (0, unused)), constant_values=E)
 
 
 def _repeats(load_E: np.ndarray, num_devices: int, num_copies: int) -> np.ndarray:
