@@ -69,11 +69,6 @@ def use(param: nnx.Param, dtype: Any) -> jax.Array:
     return gather(param[...].astype(dtype), param.get_metadata()["axes"])
 
 
-def stored(param: nnx.Param, dtype: Any) -> jax.Array:
-    """The parameter in the compute dtype, where it is stored: for code that gathers by itself."""
-    return param[...].astype(dtype)
-
-
 def wide(dtype: Any) -> Any:
     """The dtype of sums and states: float32, or float64 for float64 inputs."""
     return jnp.promote_types(dtype, jnp.float32)

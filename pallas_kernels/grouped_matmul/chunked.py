@@ -116,7 +116,7 @@ def _grouped_matmul_bwd(mode, residuals, d_out_RF):
     tiles = _tiles(group_sizes_E, rows_RK.shape[0], tile_rows)
 
     def one_tile(t, carry):
-        d_rows_RK, d_weights_EKF = carry
+        d_rows_RK, d_weights_EKF, sum_KF = carry
         group, owned_r1 = tiles.group[t], _owned(tiles, t, tile_rows)
         weight_KF = weights_EKF[group]
         # masked on both sides, since 0 * NaN is NaN in the sum over rows
@@ -127,13 +127,18 @@ def _grouped_matmul_bwd(mode, residuals, d_out_RF):
             _, pullback = jax.vjp(lambda h: gated(h, activation, situ_betas), h_rF)
             d_rF = pullback(d_rF.astype(acc))[0].astype(rows_RK.dtype)
         d_x_rK = _dot(d_rF, weight_KF, (1, 1), acc)
-        d_weight_KF = d_weights_EKF[group] + _dot(x_rK, d_rF, (0, 0), acc)
-        d_weights_EKF = lax.dynamic_update_index_in_dim(d_weights_EKF, d_weight_KF, group, axis=0)
-        return _write(d_rows_RK, d_x_rK, tiles, t, owned_r1), d_weights_EKF
+        # Tiles of a group follow each other, so one group's sum is all that is ever held wide.
+        is_new = (t == 0) | (group != tiles.group[jnp.maximum(t - 1, 0)])
+        sum_KF = jnp.where(is_new, 0, sum_KF) + _dot(x_rK, d_rF, (0, 0), acc)
+        d_weights_EKF = lax.dynamic_update_index_in_dim(
+            d_weights_EKF, sum_KF.astype(d_weights_EKF.dtype), group, axis=0
+        )
+        return _write(d_rows_RK, d_x_rK, tiles, t, owned_r1), d_weights_EKF, sum_KF
 
-    init = jnp.zeros(rows_RK.shape, rows_RK.dtype), jnp.zeros(weights_EKF.shape, acc)
-    d_rows_RK, d_weights_EKF = lax.fori_loop(0, tiles.used, one_tile, init)
-    return d_rows_RK, d_weights_EKF.astype(weights_EKF.dtype), None
+    zeros = jnp.zeros_like(rows_RK), jnp.zeros_like(weights_EKF)
+    init = (*zeros, jnp.zeros(weights_EKF.shape[1:], acc))
+    d_rows_RK, d_weights_EKF, _ = lax.fori_loop(0, tiles.used, one_tile, init)
+    return d_rows_RK, d_weights_EKF, None
 
 
 _grouped_matmul.defvjp(_grouped_matmul_fwd, _grouped_matmul_bwd)

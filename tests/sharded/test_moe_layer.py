@@ -26,6 +26,7 @@ FAST_COMPILE = {"xla_backend_optimization_level": 0}
 
 class Case(NamedTuple):
     exchange: str
+    level: str  # once for each expert, device or host; two devices a host
     expert: int  # devices that share the experts; eight devices in all
     slices: int
     remat: str
@@ -38,15 +39,21 @@ class Case(NamedTuple):
 
 
 LEVELS = Case(
-    exchange=("ragged", "padded", "local"), expert=(1, 2, 4, 8), slices=(1, 2, 4),
-    remat=("none", "full", "exchange"), data=(1, 2), experts=(1, 7), accumulation=(1, 2, 4, 8),
+    exchange=("ragged", "padded", "local"), level=("expert", "device", "host"), expert=(1, 2, 4, 8),
+    slices=(1, 2, 4), remat=("none", "full", "exchange"), data=(1, 2), experts=(1, 7),
+    accumulation=(1, 2, 4, 8),
 )  # fmt: skip
 
 
 def is_possible(case: Case) -> bool:
-    """`local` knows no expert axis and no slices; two replicas of eight experts need 16 devices."""
+    """`local` knows no expert axis, no level and no slices; two hosts of two need four devices.
+
+    Two replicas of eight experts need 16.
+    """
     if case.exchange == "local":
-        return case.expert == 1 and case.slices == 1
+        return case.expert == 1 and case.slices == 1 and case.level == "expert"
+    if case.level == "host" and case.expert < 4:
+        return False
     return case.data * case.expert <= 8
 
 
@@ -77,7 +84,7 @@ COVERING = pairwise(all_within(QUICK))
 
 
 def test_the_covering_set_covers():
-    assert len(COVERING) <= 12 and len(PRODUCT) > 1000
+    assert len(COVERING) <= 16 and len(PRODUCT) > 2000
     for (i, one), (j, other) in itertools.combinations(enumerate(QUICK), 2):
         for pair in itertools.product(one, other):
             meets = {c for c in all_within(QUICK) if (c[i], c[j]) == pair}
@@ -88,7 +95,9 @@ def layer_with(case: Case) -> LatentMoe:
     """The layer; a large init, so that the routing is lopsided."""
     cfg = MoeConfig(
         num_experts=8 * case.experts, top_k=3, expert_dim=8, latent_dim=8, num_shared=1,
-        exchange=case.exchange, exchange_slices=case.slices, buffer_factor=0.5, receive_factor=0.75,
+        exchange=case.exchange, exchange_slices=case.slices, exchange_level=case.level,
+        exchange_hosts=max(case.expert // 2, 1) if case.level == "host" else 1,
+        buffer_factor=0.5, receive_factor=0.75,
     )  # fmt: skip
     return LatentMoe(D, cfg, FfnConfig(), 1e-5, 0.5, nnx.Rngs(params=3))
 
@@ -96,7 +105,7 @@ def layer_with(case: Case) -> LatentMoe:
 @functools.cache
 def start(experts: int) -> dict:
     """Parameters of the layer, the same for every case."""
-    layer = layer_with(Case("local", 1, 1, "none", 1, experts, 1))
+    layer = layer_with(Case("local", "expert", 1, 1, "none", 1, experts, 1))
     return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(layer, nnx.Param)))
 
 
@@ -158,7 +167,7 @@ def result(case: Case):
 @functools.cache
 def wanted(experts: int):
     """`local` on one device in one batch."""
-    case = Case("local", 1, 1, "none", 1, experts, 1)
+    case = Case("local", "expert", 1, 1, "none", 1, experts, 1)
     with jax.set_mesh(mesh_of(ONE)):
         out = jax.jit(gradients(case), compiler_options=FAST_COMPILE)(
             start(experts), microbatches(case)

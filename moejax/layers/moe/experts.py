@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from moejax.config import FfnConfig, MoeConfig
-from moejax.layers.param import stored, weight
+from moejax.layers.param import weight
 from pallas_kernels.grouped_matmul import grouped_matmul
 
 
@@ -23,9 +23,9 @@ class Experts(nnx.Module):
         self.gate_up = weight(rngs, (E, width, 2, F), up_axes, std=std, matrix=(-3, -1))
         self.down = weight(rngs, (E, F, width), ("experts", "ffn", "expert_embed"), std=std)
 
-    def weights(self, dtype) -> dict[str, jax.Array]:
-        """Weights in the compute dtype, where they are stored: the exchange gathers them."""
-        return {"gate_up": stored(self.gate_up, dtype), "down": stored(self.down, dtype)}
+    def weights(self) -> dict[str, jax.Array]:
+        """Weights as they are stored: the exchange casts and gathers them."""
+        return {"gate_up": self.gate_up[...], "down": self.down[...]}
 
     def axes(self) -> dict[str, tuple[str | None, ...]]:
         """Logical axes of the weights, experts on dim 0."""

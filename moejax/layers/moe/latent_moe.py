@@ -67,7 +67,7 @@ class LatentMoe(nnx.Module):
         latent_BTL = x_BTD @ use(self.latent_down, dtype) if cfg.latent_dim else x_BTD
         routed_BTL, stats = exchange_experts(
             latent_BTL, self._places(sent_BTA), weights_BTA,
-            self.experts.weights(dtype), self.experts.row_fn(),
+            self.experts.weights(), self.experts.row_fn(),
             num_experts=self._num_places(), copies=self._copies(), weight_axes=self.experts.axes(),
             exchange=cfg.exchange, slices=cfg.exchange_slices,
             level=cfg.exchange_level, hosts=cfg.exchange_hosts or 1,

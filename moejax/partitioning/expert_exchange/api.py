@@ -49,7 +49,7 @@ def exchange_experts(
       x_BTL: what the experts read, batch-sharded.
       expert_ids_BTA: int32 in [0, num_experts]; `num_experts` means no expert.
       weights_BTA: float32 combine weights.
-      weights: pytree of expert weights [E, ...], as they are stored.
+      weights: pytree of expert weights [E, ...], as they are stored; used in x's dtype.
       weight_axes: their logical axes, in the structure of `weights`; None: split over ``expert``
         on dim 0, whole otherwise.
       expert_fn: ``(weights, rows, group_sizes) -> rows``, run on each device's own experts.
@@ -79,7 +79,7 @@ def exchange_experts(
             x_BTL,
             expert_ids_BTA,
             weights_BTA,
-            weights,
+            jax.tree.map(lambda w: w.astype(x_BTL.dtype), weights),
             expert_fn,
             num_experts,
         )
@@ -94,7 +94,8 @@ def exchange_experts(
     layouts = _layouts(weights, weight_axes, axis, dict(mesh.shape))
 
     def per_device(x_BTL, expert_ids_BTA, weights_BTA, weights, sources_K):
-        weights = jax.tree.map(functools.partial(_gather, but=axis), weights, layouts)
+        gather = functools.partial(_gather, but=axis, dtype=x_BTL.dtype)
+        weights = jax.tree.map(gather, weights, layouts)
         if copies is not None:
             weights = with_copies(weights, copies._replace(sources_K=sources_K), link)
         run: Callable = local.routed_experts
@@ -127,16 +128,17 @@ def _layouts(weights, weight_axes, axis: str | None, sizes: dict[str, int]):
     return jax.tree.map(lambda w, axes: stored_layout(axes, w.shape, sizes), weights, weight_axes)
 
 
-def _gather(weight: jax.Array, layout: P, but: str | None) -> jax.Array:
-    """The device's experts whole: gathered over every axis of their layout except `but`.
+def _gather(weight: jax.Array, layout: P, but: str | None, dtype) -> jax.Array:
+    """The device's experts whole in `dtype`: gathered over every axis of their layout except `but`.
 
     Done here and not by the partitioner, so that the gradient leaves by the transpose, a
     reduce-scatter: of a weight that enters shard_map whole, every device would be sent all of it.
     The shards arrive one behind the other, which for dim 0 is their order already.
     The layer's own shards are held to the order of their dims: a compiler that wants another for
-    its loops would turn the weights of all layers around at once, before the first, and hold both.
+    its loops would turn (or round) the weights of all layers at once, before the first, and hold
+    both.
     """
-    weight = with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
+    weight = with_layout_constraint(weight, Layout(tuple(range(weight.ndim)))).astype(dtype)
     for dim, entry in enumerate(layout):
         for axis in reversed((entry,) if isinstance(entry, str) else entry or ()):
             if axis != but:

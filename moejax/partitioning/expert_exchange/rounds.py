@@ -245,11 +245,12 @@ def _further_bwd(program, residuals, cotangents):
 
     primals = (x_s, weights_sMA, weights)
     wide = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))  # noqa: E731
-    zeros = jax.tree.map(wide, primals)
-    if not program.exchange.wide_sums:
-        # So many rows that wide sums of them would be the largest arrays there are; and each gets
-        # few terms, nearly always one.
-        zeros = (jax.tree.map(jnp.zeros_like, x_s), *zeros[1:])
+    # Wide sums of the experts' gradients would be the largest arrays of a training step; each round
+    # rounds its own once, as the first one does. The same holds of rows where there are so many;
+    # each gets few terms, nearly always one.
+    narrow = functools.partial(jax.tree.map, jnp.zeros_like)
+    dx_s = jax.tree.map(wide, x_s) if program.exchange.wide_sums else narrow(x_s)
+    zeros = (dx_s, wide(weights_sMA), narrow(weights))
     _, grads = lax.while_loop(lambda s: s[0] < end, body, (begin, zeros))
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, primals)
     # What the rounds started from passes through: no round reads it.
