@@ -157,7 +157,7 @@ def _factors(axis: Axis, places: Sequence[float]) -> None:
     """Ticks of a logarithmic axis at these factors, as plain numbers."""
     axis.set_major_locator(FixedLocator(list(places)))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0f}" if x >= 10 else f"{x:.2g}"))
+    axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0f}" if x >= 10 else f"{x:.3g}"))
 
 
 def draw_balance(rows: Rows, loads: Loads | None, out_png: str | pathlib.Path) -> pathlib.Path:
