@@ -6,7 +6,7 @@ import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
-from moejax.layers.param import use, weight
+from moejax.layers.param import weight
 from moejax.partitioning import batch_local
 from moejax.typing import Array, Float, Int
 
@@ -18,7 +18,8 @@ class Embed(nnx.Module):
         self.table = weight(rngs, (vocab_size, dim), ("vocab", "embed"), std=std, matrix=None)
 
     def __call__(self, tokens_BT: Int[Array, "B T"], dtype: DTypeLike) -> Float[Array, "B T D"]:
-        return batch_local(_rows, (0,))(tokens_BT, use(self.table, dtype))
+        rows = batch_local(_rows, (0,), weights={1: self.table.get_metadata()["axes"]})
+        return rows(tokens_BT, self.table[...].astype(dtype))
 
 
 def _rows(tokens_BT: jax.Array, table_VD: jax.Array) -> jax.Array:

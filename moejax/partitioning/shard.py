@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -81,7 +81,13 @@ def shardings_for(infos: Any, abstract: Any, mesh: Mesh) -> Any:
     )
 
 
-def batch_local(fn: Callable, batch_dims: tuple[int | None, ...], *, out_dim: int = 0) -> Callable:
+def batch_local(
+    fn: Callable,
+    batch_dims: tuple[int | None, ...],
+    *,
+    out_dim: int = 0,
+    weights: Mapping[int, tuple[str | None, ...]] | None = None,
+) -> Callable:
     """`fn` run per device on its own rows of the batch.
 
     Per-row operators are wrapped in this so that no partitioner has to guess how to split their
@@ -92,16 +98,39 @@ def batch_local(fn: Callable, batch_dims: tuple[int | None, ...], *, out_dim: in
       batch_dims: which dim of each argument counts rows; None (or past the end) for an argument
         that is whole.
       out_dim: which dim of every result counts rows.
+      weights: logical axes of arguments that are stored weights, by place. They are gathered
+        inside, so that their gradients are scattered: that of a whole argument is summed on every
+        device.
     """
+    weights = weights or {}
 
     def rows(dim: int | None) -> P:
         return P() if dim is None else P(*(None,) * dim, BATCH_AXES)
 
     def wrapped(*args):
-        if active_mesh() is None:
+        mesh = active_mesh()
+        if mesh is None:
             return fn(*args)
         dims = tuple(batch_dims) + (None,) * (len(args) - len(batch_dims))
-        specs = tuple(rows(dim) for dim in dims)
-        return jax.shard_map(fn, in_specs=specs, out_specs=rows(out_dim), check_vma=False)(*args)
+        specs = [rows(dim) for dim in dims]
+        for place, axes in weights.items():
+            specs[place] = stored_layout(axes, args[place].shape, dict(mesh.shape))
+
+        def local(*args):
+            whole = [_gathered(a, specs[i]) if i in weights else a for i, a in enumerate(args)]
+            return fn(*whole)
+
+        mapped = jax.shard_map(
+            local, in_specs=tuple(specs), out_specs=rows(out_dim), check_vma=False
+        )
+        return mapped(*args)
 
     return wrapped
+
+
+def _gathered(x: jax.Array, spec: P) -> jax.Array:
+    """A device's part of a weight made whole; for use inside shard_map."""
+    for dim, entry in enumerate(spec):
+        if entry is not None:
+            x = jax.lax.all_gather(x, entry, axis=dim, tiled=True)
+    return x

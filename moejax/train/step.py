@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.layers.moe.balance import new_bias
-from moejax.layers.param import use
 from moejax.models.decoder import by_layer
 from moejax.models.parts import zeros_like_abstract
 from moejax.optim import clip_key, clip_query, global_norm, make_schedule, qk_clip_factors
@@ -32,7 +31,7 @@ def batch_sharding(program: Program) -> NamedSharding:
 def token_loss(program: Program, model, hidden_BTD: jax.Array, labels_BT: jax.Array) -> jax.Array:
     """Summed cross entropy of the labels that count, float32; logits exist in chunks only."""
     cfg = program.cfg.train
-    table_VD = use(model.head_table(), hidden_BTD.dtype)
+    table = model.head_table()
 
     def local(hidden_BTD, labels_BT, table_VD):
         loss, _ = linear_xent(
@@ -42,7 +41,8 @@ def token_loss(program: Program, model, hidden_BTD: jax.Array, labels_BT: jax.Ar
         )  # fmt: skip
         return loss[None]
 
-    return jnp.sum(batch_local(local, (0, 0))(hidden_BTD, labels_BT, table_VD))
+    run = batch_local(local, (0, 0), weights={2: table.get_metadata()["axes"]})
+    return jnp.sum(run(hidden_BTD, labels_BT, table[...].astype(hidden_BTD.dtype)))
 
 
 def _forward(

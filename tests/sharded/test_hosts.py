@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ from moejax.config import (
 )
 from moejax.config.run import DcnConfig
 from moejax.partitioning import make_mesh
+from moejax.planner.aot import abstract_arguments
 from moejax.train import step
 from moejax.train.state import build_program, init_state
 from tests.sharded.meshes import assert_leaves_agree, relative_error
@@ -68,3 +70,16 @@ def test_an_axis_that_crosses_hosts_changes_nothing(axis):
 def test_the_outermost_axis_crosses_first_anyway():
     """Devices are listed host by host: `data` over the hosts is the mesh without `mesh.dcn`."""
     assert make_mesh(laid_out({"data": 2})) == make_mesh(laid_out({}))
+
+
+def test_gradients_of_the_vocabulary_tables_are_scattered():
+    """Of a table's gradient a device gets its share, never the whole: 2 tables, 4 devices each."""
+    cfg = RunConfig(model=MODEL, mesh=laid_out({}))
+    program = build_program(cfg, make_mesh(cfg.mesh))
+    state, batch = abstract_arguments(program)
+    with jax.set_mesh(program.mesh):
+        lowered = jax.jit(lambda s, b: step.gradients(program, s, b)).lower(state, batch)
+    scattered = re.findall(
+        r"stablehlo.reduce_scatter.*?\(tensor<(\d+)x(\d+)xf32>\)", lowered.as_text(), re.S
+    )
+    assert scattered.count((str(VOCAB), str(MODEL.dim))) == 2
