@@ -57,7 +57,7 @@ def gradients(dcn_items: tuple) -> tuple[dict, dict]:
         return jax.tree.map(np.asarray, run(init_state(program, 0), batch))
 
 
-@pytest.mark.parametrize("axis", ["fsdp", "expert"])
+@pytest.mark.parametrize("axis", [pytest.param("fsdp", marks=pytest.mark.slow), "expert"])
 def test_an_axis_that_crosses_hosts_changes_nothing(axis):
     got, measured = gradients(((axis, 2),))
     want, expected = gradients(())
