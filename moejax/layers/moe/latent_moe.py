@@ -68,7 +68,8 @@ class LatentMoe(nnx.Module):
         routed_BTL, stats = exchange_experts(
             latent_BTL, self._places(sent_BTA), weights_BTA,
             self.experts.weights(), self.experts.row_fn(),
-            num_experts=self._num_places(), copies=self._copies(), weight_axes=self.experts.axes(),
+            num_experts=self._num_places(), copies=self._copies(),
+            weight_axes=self.experts.axes(), prepare=self.experts.prepare,
             exchange=cfg.exchange, slices=cfg.exchange_slices,
             level=cfg.exchange_level, hosts=cfg.exchange_hosts or 1,
             buffer_factor=cfg.buffer_factor, receive_factor=cfg.receive_factor,

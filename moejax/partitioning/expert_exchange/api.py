@@ -39,9 +39,9 @@ def resolve_exchange(name: str, expert_axis: int, platform: str | None = None) -
 
 def exchange_experts(
     x_BTL, expert_ids_BTA, weights_BTA, weights, expert_fn, *, num_experts: int,
-    weight_axes=None, exchange: str = "auto", buffer_factor: float = 1.5,
-    receive_factor: float = 1.25, slices: int = 1, level: str = "expert", hosts: int = 1,
-    copies: Copies | None = None,
+    weight_axes=None, prepare: Callable | None = None, exchange: str = "auto",
+    buffer_factor: float = 1.5, receive_factor: float = 1.25, slices: int = 1,
+    level: str = "expert", hosts: int = 1, copies: Copies | None = None,
 ):  # fmt: skip
     """Σ over each token's experts of weight times expert output, wherever the experts live.
 
@@ -52,6 +52,8 @@ def exchange_experts(
       weights: pytree of expert weights [E, ...], as they are stored; used in x's dtype.
       weight_axes: their logical axes, in the structure of `weights`; None: split over ``expert``
         on dim 0, whole otherwise.
+      prepare: done once to a device's experts, before any rows are there; `expert_fn` gets what it
+        returns.
       expert_fn: ``(weights, rows, group_sizes) -> rows``, run on each device's own experts.
       exchange: one of `EXCHANGES`, or ``auto``.
       buffer_factor: rows of the padded exchange's send buffer, relative to an even routing.
@@ -79,7 +81,7 @@ def exchange_experts(
             x_BTL,
             expert_ids_BTA,
             weights_BTA,
-            jax.tree.map(lambda w: w.astype(x_BTL.dtype), weights),
+            _ready(weights, x_BTL.dtype, prepare),
             expert_fn,
             num_experts,
         )
@@ -98,6 +100,7 @@ def exchange_experts(
         weights = jax.tree.map(gather, weights, layouts)
         if copies is not None:
             weights = with_copies(weights, copies._replace(sources_K=sources_K), link)
+        weights = prepare(weights) if prepare else weights
         run: Callable = local.routed_experts
         options: dict[str, Any] = {}
         if name != "local":
@@ -121,6 +124,12 @@ def exchange_experts(
     )(x_BTL, expert_ids_BTA, weights_BTA, weights, copies and copies.sources_K)
 
 
+def _ready(weights, dtype, prepare: Callable | None):
+    """Weights of all experts, as `expert_fn` takes them."""
+    weights = jax.tree.map(lambda w: w.astype(dtype), weights)
+    return prepare(weights) if prepare else weights
+
+
 def _layouts(weights, weight_axes, axis: str | None, sizes: dict[str, int]):
     """PartitionSpecs in which a device is given the weights."""
     if weight_axes is None:
@@ -134,11 +143,12 @@ def _gather(weight: jax.Array, layout: P, but: str | None, dtype) -> jax.Array:
     Done here and not by the partitioner, so that the gradient leaves by the transpose, a
     reduce-scatter: of a weight that enters shard_map whole, every device would be sent all of it.
     The shards arrive one behind the other, which for dim 0 is their order already.
-    The layer's own shards are held to the order of their dims: a compiler that wants another for
-    its loops would turn (or round) the weights of all layers at once, before the first, and hold
-    both.
+    The layer's own shards are held to the order of their dims, and their rounding behind a barrier:
+    a compiler would else turn or round the weights of all layers at once, before the first, and
+    hold both.
     """
-    weight = with_layout_constraint(weight, Layout(tuple(range(weight.ndim)))).astype(dtype)
+    weight = with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
+    weight = lax.optimization_barrier(weight).astype(dtype)
     for dim, entry in enumerate(layout):
         for axis in reversed((entry,) if isinstance(entry, str) else entry or ()):
             if axis != but:
