@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -117,7 +118,7 @@ def batch_local(
             specs[place] = stored_layout(axes, args[place].shape, dict(mesh.shape))
 
         def local(*args):
-            whole = [_gathered(a, specs[i]) if i in weights else a for i, a in enumerate(args)]
+            whole = [gathered(a, specs[i]) if i in weights else a for i, a in enumerate(args)]
             return fn(*whole)
 
         mapped = jax.shard_map(
@@ -128,9 +129,22 @@ def batch_local(
     return wrapped
 
 
-def _gathered(x: jax.Array, spec: P) -> jax.Array:
-    """A device's part of a weight made whole; for use inside shard_map."""
-    for dim, entry in enumerate(spec):
-        if entry is not None:
-            x = jax.lax.all_gather(x, entry, axis=dim, tiled=True)
+def gathered(x: jax.Array, layout: P, *, but: str | None = None) -> jax.Array:
+    """A device's part of a value, whole but for one mesh axis; for use inside shard_map.
+
+    Gathered here and not by the partitioner, so that the gradient leaves by the transpose, a
+    reduce-scatter: of a value that enters shard_map whole, every device would be sent all of it.
+    The shards arrive one behind the other, which for dim 0 is their order already.
+
+    Args:
+      x: the part.
+      layout: mesh axes of its dims.
+      but: an axis along which it stays a part.
+    """
+    for dim, entry in enumerate(layout):
+        for axis in reversed((entry,) if isinstance(entry, str) else entry or ()):
+            if axis != but:
+                shards = jax.lax.all_gather(x, axis)
+                shape = (*x.shape[:dim], -1, *x.shape[dim + 1 :])
+                x = jnp.moveaxis(shards, 0, dim).reshape(shape)
     return x

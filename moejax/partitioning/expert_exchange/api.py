@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
@@ -16,7 +15,7 @@ from moejax.partitioning.expert_exchange import levels, local
 from moejax.partitioning.expert_exchange.collective import Link
 from moejax.partitioning.expert_exchange.copies import Copies, with_copies
 from moejax.partitioning.rules import BATCH_AXES, stored_layout
-from moejax.partitioning.shard import active_mesh
+from moejax.partitioning.shard import active_mesh, gathered
 from pallas_kernels.choose import target_platform
 
 EXCHANGES = ("local", "padded", "ragged")
@@ -138,25 +137,14 @@ def _layouts(weights, weight_axes, axis: str | None, sizes: dict[str, int]):
 
 
 def _gather(weight: jax.Array, layout: P, but: str | None, dtype) -> jax.Array:
-    """The device's experts whole in `dtype`: gathered over every axis of their layout except `but`.
+    """The device's experts in `dtype`, whole in every axis of their layout except `but`.
 
-    Done here and not by the partitioner, so that the gradient leaves by the transpose, a
-    reduce-scatter: of a weight that enters shard_map whole, every device would be sent all of it.
-    The shards arrive one behind the other, which for dim 0 is their order already.
     The layer's own shards are held to the order of their dims, and their rounding behind a barrier:
     a compiler would else turn or round the weights of all layers at once, before the first, and
     hold both.
     """
     weight = with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
-    weight = lax.optimization_barrier(weight).astype(dtype)
-    for dim, entry in enumerate(layout):
-        for axis in reversed((entry,) if isinstance(entry, str) else entry or ()):
-            if axis != but:
-                shards = lax.all_gather(weight, axis)
-                weight = jnp.moveaxis(shards, 0, dim).reshape(
-                    *weight.shape[:dim], -1, *weight.shape[dim + 1 :]
-                )
-    return weight
+    return gathered(lax.optimization_barrier(weight).astype(dtype), layout, but=but)
 
 
 def _over_devices(stats: local.ExchangeStats, axes: tuple[str, ...]) -> local.ExchangeStats:
