@@ -71,7 +71,7 @@ def model_parts(
       spread: experts may lie in other slots than their numbers say; the balancing state then also
         holds where (`ffn.places`).
     """
-    options = {"track_max_logit": track_max_logit, "watch": watch, "spread": spread}
+    options: dict[str, Any] = {"track_max_logit": track_max_logit, "watch": watch, "spread": spread}
     abstract = nnx.eval_shape(lambda: Decoder(cfg, nnx.Rngs(params=0), **options))
     graph, *states = nnx.split(abstract, nnx.Param, Balance)
     params, balance = states
