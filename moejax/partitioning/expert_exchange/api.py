@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
@@ -95,7 +96,8 @@ def exchange_experts(
     layouts = _layouts(weights, weight_axes, axis, dict(mesh.shape))
 
     def per_device(x_BTL, expert_ids_BTA, weights_BTA, weights, sources_K):
-        gather = functools.partial(_gather, but=axis, dtype=x_BTL.dtype)
+        one = 1 + jnp.minimum(expert_ids_BTA[0, 0, 0], 0)
+        gather = functools.partial(_gather, but=axis, dtype=x_BTL.dtype, one=one)
         weights = jax.tree.map(gather, weights, layouts)
         if copies is not None:
             weights = with_copies(weights, copies._replace(sources_K=sources_K), link)
@@ -136,15 +138,17 @@ def _layouts(weights, weight_axes, axis: str | None, sizes: dict[str, int]):
     return jax.tree.map(lambda w, axes: stored_layout(axes, w.shape, sizes), weights, weight_axes)
 
 
-def _gather(weight: jax.Array, layout: P, but: str | None, dtype) -> jax.Array:
+def _gather(weight: jax.Array, layout: P, but: str | None, dtype, one) -> jax.Array:
     """The device's experts in `dtype`, whole in every axis of their layout except `but`.
 
-    The layer's own shards are held to the order of their dims, and their rounding behind a barrier:
-    a compiler would else turn or round the weights of all layers at once, before the first, and
-    hold both.
+    A compiler may turn or round the weights of all layers at once, before the first, and hold both.
+    So the layer's own shards are held to the order of their dims, and rounded behind a factor
+    (`one`, 1) that only this layer's tokens can tell.
     """
     weight = with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
-    return gathered(lax.optimization_barrier(weight).astype(dtype), layout, but=but)
+    if weight.dtype != dtype:
+        weight = (weight * one.astype(weight.dtype)).astype(dtype)
+    return gathered(weight, layout, but=but)
 
 
 def _over_devices(stats: local.ExchangeStats, axes: tuple[str, ...]) -> local.ExchangeStats:
