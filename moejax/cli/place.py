@@ -25,21 +25,27 @@ EXAMPLES = (
 
 def main(argv: Sequence[str]) -> int:
     """Writes a placement, and shows the fullest device of every layer before and after."""
-    options, _ = _parser().parse(argv)
+    options, overrides = _parser().parse(argv)
+    if overrides:
+        raise ConfigError(
+            "a placement has no --config.FIELD: it is made from what the run has written. Say on "
+            "how many devices with --devices=N, and how many copies each may hold with --copies=N."
+        )
     if not options.workdir:
         raise ConfigError("--workdir is needed: a run whose config has log.loads_every > 0.")
 
     from moejax.observability.loads import read_loads
-    from moejax.train.placement_file import write_placement
+    from moejax.train.placement_file import check_target, write_placement
 
-    loads = read_loads(options.workdir)
     folder = pathlib.Path(options.workdir)
-    devices = options.devices or _expert_axis(folder)
-    _check_devices(devices, loads.counts.shape[-1])
-    placement, facts = plan(loads, devices, options.copies, options.steps)
+    loads = read_loads(folder)
     out = pathlib.Path(
         options.out or (folder if folder.is_dir() else folder.parent) / "placement.json"
     )
+    check_target(out)  # before the search, which may take long
+    devices = options.devices or _expert_axis(folder)
+    _check_devices(devices, loads.counts.shape[-1])
+    placement, facts = plan(loads, devices, options.copies, options.steps)
     write_placement(out, placement)
     facts["file"] = str(out)
     if options.json:
@@ -120,6 +126,7 @@ def plan(loads: Loads, devices: int, copies: int, steps: int) -> tuple[Any, dict
     facts = {
         "experts": load_LE.shape[1],
         "devices": devices,
+        "copies": placement.spread.copies,
         "steps": [int(loads.first[loads.steps > loads.steps[-1] - steps][0]), int(loads.steps[-1])],
         "layers": [
             dict(zip(names, (int(n), float(b), float(a), float(e), int(c)), strict=True))
@@ -137,7 +144,7 @@ def _show(facts: dict[str, Any]) -> None:
         f"{facts['experts']} experts on {facts['devices']} devices by the loads of steps {first} "
         f"to {last}; load of the fullest device over the mean of the devices"
     )
-    heads = ("layer", "before", "after", "busiest expert", "copies")
+    heads = ("layer", "before", "after", "busiest expert / device mean", "copies")
     rows = [
         (
             str(row["layer"]),
@@ -152,4 +159,7 @@ def _show(facts: dict[str, Any]) -> None:
             (name, f"{facts['before'][name]:.3f}", f"{facts['after'][name]:.3f}", "", total)
         )
     print_table([Column(right=True)] * len(heads), rows, heads)
-    say(f"written: {facts['file']} (train with --config.placement.file={facts['file']})")
+    flags = f"--config.placement.file={facts['file']}"
+    if facts["copies"]:
+        flags += f" --config.placement.copies={facts['copies']}"
+    say(f"written: {facts['file']} (train with {flags})")
