@@ -161,11 +161,12 @@ def _hidden(report: CompileReport) -> str:
 
     wire = sum(row.seconds for row in report.overlap)
     exposed = sum(row.exposed_s for row in report.overlap)
-    in_loops = hidden_share([row for row in report.overlap if row.in_loop])
+    looped = [row for row in report.overlap if row.in_loop and row.sent_bytes]
+    in_loops = f"{100 * hidden_share(looped):.0f} % in the loops over layers"
     return (
         f"sent beside compute: {100 * hidden_share(report.overlap):.0f} % of the bytes, "
-        f"{100 * in_loops:.0f} % in the loops over layers; of {_seconds(wire)} on the wire "
-        f"{_seconds(exposed)} are exposed"
+        f"{in_loops if looped else 'none are sent in loops over layers'}; of {_seconds(wire)} on "
+        f"the wire {_seconds(exposed)} are exposed"
     )
 
 

@@ -45,6 +45,9 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
+        # argparse's words for --switch=value.
+        if found := re.fullmatch(r"argument (.+): ignored explicit argument (.+)", message):
+            message = f"{found[1]} takes no value, {found[2]} was given"
         raise ConfigError(f"{message}. `{self.prog} --help` lists the options.")
 
     def parse(self, argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, str]]:

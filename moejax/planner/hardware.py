@@ -157,9 +157,14 @@ def parse_hardware(text: str) -> Hardware:
     chip = _this_cpu(shape[0]) if name == "cpu" else CHIPS[name]
     if len(shape) not in {"cuda": (2,), "cpu": (1,), "tpu": (2, 3)}[chip.platform]:
         raise ConfigError(f"--hardware={text}: {_shape_rule(name)}")
-    if "*" in text and not (chip.platform == "tpu" and re.fullmatch(r"[1-9]\d*", slices)):
+    if "*" in text and chip.platform != "tpu":
         raise ConfigError(
             f"--hardware={text}: only TPUs have slices, as in v5p:4x4x8*2 for two of them."
+        )
+    if "*" in text and not re.fullmatch(r"[1-9]\d*", slices):
+        raise ConfigError(
+            f"--hardware={text}: {slices or 'nothing'} after the * is no number of slices; it must "
+            f"be an integer of at least 1, as in {name}:{shape_text}*2 for two slices."
         )
     return Hardware(text, chip, shape, int(slices or 1))
 

@@ -81,7 +81,7 @@ def test_the_report_says_everything_and_fits_last(moejax, compiled):
     for part in (
         "compile", "of host memory", "arguments", "temporaries", "peak", "FLOPs a token",
         "all-gather", "fsdp", "compute", "network", "MFU", "temporaries of the fullest moment",
-        "inside", "between", "sent beside compute: ", "in the loops over layers", "exposed",
+        "inside", "between", "sent beside compute: ", "none are sent in loops over layers", "exposed",
     ):  # fmt: skip
         assert part in shown.out
 
@@ -107,6 +107,19 @@ def test_overlap_counts_what_the_collectives_count(moejax, compiled, report):
     sent = sum(row.sent_bytes for row in report.collectives if not row.open_loop)
     assert sum(row.sent_bytes for row in report.overlap) == sent
     assert all(row.hidden_bytes == row.async_bytes == 0 for row in report.overlap)
+
+
+def test_nothing_in_loops_is_no_hundred_percent(moejax, compiled, report):
+    once = tuple(dataclasses.replace(row, in_loop=False) for row in report.overlap)
+    compiled["report"] = dataclasses.replace(report, overlap=once)
+    (line,) = [x for x in moejax(*EIGHT, *flags()).out.splitlines() if "beside compute" in x]
+    assert (
+        "0 % of the bytes, none are sent in loops over layers; of" in line and "100 %" not in line
+    )
+    compiled["report"] = dataclasses.replace(
+        report, overlap=(dataclasses.replace(once[0], in_loop=True), *once[1:])
+    )
+    assert "0 % in the loops over layers" in moejax(*EIGHT, *flags()).out
 
 
 def test_json_holds_every_figure(moejax, compiled, report):
@@ -137,6 +150,8 @@ def test_what_does_not_fit_is_exit_code_3(moejax, compiled, report, refused):
         ((), "--hardware is needed"),
         (("--hardware=a100:1x8",), "known are h100, h200"),
         (("--hardware=h200:8",), "as in h200:16x8"),
+        (("--hardware=v5p:2x2x1*0",), "integer of at least 1, as in v5p:2x2x1*2"),
+        (("--hardware=cpu:8", "--overlap=x"), "--overlap takes no value, 'x' was given"),
         (("--hardware=cpu:8", "--config.mesh.fsdp=3"), "does not fit 8 devices"),
         (("--hardware=cpu:8", "--config.mesh.fsdp=-1", "--config.mesh.expert=16"), "does not fit"),
     ],

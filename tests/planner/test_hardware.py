@@ -51,7 +51,13 @@ def test_simulated_devices_share_the_machine():
         ("v6e:16", "the topology in chips, as in v6e:4x4"),
         ("cpu:2x4", "as in cpu:8"),
         ("h200:2x8*2", "only TPUs have slices, as in v5p:4x4x8*2"),
-        ("v5p:2x2x1*0", "only TPUs have slices"),
+        (
+            "v5p:2x2x1*0",
+            "0 after the * is no number of slices; it must be an integer of at least 1",
+        ),
+        ("v5p:2x2x1*", "nothing after the * is no number of slices"),
+        ("v6e:4x4*two", "as in v6e:4x4*2 for two slices"),
+        ("cpu:8*", "only TPUs have slices"),
         ("", "unknown hardware"),
     ],
 )
