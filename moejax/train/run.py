@@ -42,7 +42,7 @@ from moejax.train.evaluate import Evaluator
 from moejax.train.initial import keep_for_export, start_from_weights
 from moejax.train.lock import sole_run
 from moejax.train.loop import Loop
-from moejax.train.placement import open_placer
+from moejax.train.placement import Placer, open_placer
 from moejax.train.report import last_metrics, summarize
 from moejax.train.samples import Samples
 from moejax.train.self_check import self_check
@@ -102,13 +102,14 @@ def run(
     check_writable(workdir)
     enable_cache(cfg.compile_cache)
     program = build_program(cfg, make_mesh(cfg.mesh))
+    placer = open_placer(program)
     checkpoints = Checkpoints(workdir, cfg.checkpoint)
     latest = checkpoints.latest_step()
     if latest is not None and latest >= cfg.train.num_steps:
         return _already_finished(cfg, workdir, checkpoints, latest)
     with sole_run(workdir):
         self_check(cfg.with_hosts(), program.mesh, _say)
-        result, summary = _train(program, workdir, corpora, checkpoints)
+        result, summary = _train(program, placer, workdir, corpora, checkpoints)
         if summary is not None:
             summary = dataclasses.replace(
                 summary,
@@ -122,13 +123,16 @@ def run(
 
 
 def _train(
-    program: Program, workdir: pathlib.Path, corpora: Mapping[str, Corpus], checkpoints: Checkpoints
+    program: Program,
+    placer: Placer | None,
+    workdir: pathlib.Path,
+    corpora: Mapping[str, Corpus],
+    checkpoints: Checkpoints,
 ) -> tuple[TrainResult, RunSummary | None]:
     """Prepares and runs the loop. Returns its result, and on the first process its report."""
     cfg, mesh, say = program.cfg, program.mesh, _say
     latest = checkpoints.latest_step()
-    saved_as, placer = program, open_placer(program)
-    program = placer.program if placer else program
+    saved_as, program = program, placer.program if placer else program
     with _leaving_no_tokenizer(workdir):
         tokenizer = get_tokenizer(cfg.data, workdir)
         check_vocabulary(cfg, tokenizer)

@@ -160,6 +160,10 @@ def test_a_mesh_that_does_not_fit_falls_back_unless_asked_for():
 def test_train_of_a_finished_run_says_so(moejax, run_dir):
     again = moejax("train", "--config=tiny", f"--workdir={run_dir}", *flags())
     assert again.code == 0 and f"{run_dir} is finished: step 2" in again.out
+    placed = f"--config.placement.file={run_dir}/none.json"
+    experts = "--config.model.ffn.num_dense_layers=0"
+    wrong = moejax("train", "--config=tiny", f"--workdir={run_dir}", *flags(), placed, experts)
+    assert wrong.code == 2 and "none.json cannot be read" in wrong.err and not wrong.out
 
 
 def _damage(step: Path) -> None:
