@@ -77,7 +77,7 @@ def _decode(text: str, shape: tuple[int, int]) -> np.ndarray:
     try:
         data = unpacker.decompress(base64.b64decode(text, validate=True), size + 1)
     except (zlib.error, binascii.Error) as error:
-        raise ValueError(str(error)) from error
+        raise ValueError("its counts cannot be unpacked") from error
     if len(data) != size or not unpacker.eof:
         raise ValueError(f"not the counts of {shape[0]} layers of {shape[1]} experts")
     planes = np.frombuffer(data, np.uint8).reshape(_BYTES, -1)
@@ -126,7 +126,10 @@ def read_loads(workdir: str | os.PathLike[str]) -> Loads:
             "layers with experts write them."
         ) from error
     if facts is None:
-        raise ConfigError(f"{path} is no file of expert loads: its first line does not say so.")
+        raise ConfigError(
+            f"{path} is no file of expert loads, or damaged: its first line does not name format, "
+            "layers and experts. Give the file as the run wrote it, or move it away."
+        )
     layers, experts = facts
     records: list[tuple[int, int, np.ndarray]] = []
     for number, line, value in lines:
@@ -135,17 +138,38 @@ def read_loads(workdir: str | os.PathLike[str]) -> Loads:
         except ValueError as error:
             if not line.endswith("\n"):  # only the last line of a file has no end
                 break
-            raise ConfigError(f"{path}, line {number}, is damaged: {error}.") from error
+            raise ConfigError(
+                f"{path}, line {number}, is damaged: {error}. Take the line out to use the rest."
+            ) from error
     if not records:
         raise ConfigError(f"{path} holds no record yet.")
     first, steps, counts = zip(*records, strict=True)
     return Loads(np.array(steps), np.stack(counts), np.array(first), tuple(layers))
 
 
+def layer_numbers(workdir: str | os.PathLike[str]) -> tuple[int, ...] | None:
+    """Numbers in the model of a run's layers with experts, from its loads or else its config.
+
+    None where neither can be read.
+    """
+    try:
+        with (pathlib.Path(workdir) / LOADS_FILE).open(encoding="utf-8") as file:
+            facts = _facts(json.loads(file.readline()))
+        if facts is not None:
+            return tuple(facts[0])
+    except (OSError, ValueError):
+        pass
+    try:
+        model = json.loads((pathlib.Path(workdir) / "config.json").read_text("utf-8"))["model"]
+        return tuple(range(model["ffn"]["num_dense_layers"], model["num_layers"]))
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
 def _record(value: Any, shape: tuple[int, int], before: list) -> tuple[int, int, np.ndarray]:
     """First step, last step and counts of a parsed line; ValueError where it cannot follow."""
     if isinstance(value, Exception):
-        raise ValueError(str(value))
+        raise ValueError("it is no whole JSON mapping")
     first, step, text = (value.get(name) for name in ("first", "step", "counts"))
     if type(first) is not int or type(step) is not int or not isinstance(text, str):
         raise ValueError("it lacks first, step or counts")

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from moejax.config import ConfigError
+from moejax.observability.loads import layer_numbers
 from moejax.observability.metrics import read_metrics, unwritable
 
 COLORS = ("#1f5fa8", "#d1622b", "#3a8a4d", "#8455a3", "#b03a5b", "#6b6b6b")
@@ -27,6 +28,11 @@ def series(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray]:
     pairs = [(r["step"], r[name]) for r in rows if isinstance(r.get(name), int | float)]
     steps, values = zip(*pairs, strict=True) if pairs else ((), ())
     return np.array(steps), np.array(values, float)
+
+
+def known(values: Sequence[float | None] | None) -> list[float]:
+    """What was not NaN or infinite when it was written."""
+    return [x for x in values or () if x is not None]
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -101,23 +107,43 @@ def layer_rows(rows: Rows, name: str) -> tuple[np.ndarray, np.ndarray] | None:
     return np.array([step for step, _ in found]), np.stack(means, axis=1)
 
 
-def draw_steps(figure: Figure, axes: Axes, rows: Rows, name: str, title: str) -> None:
+def layer_ticks(axes: Axes, layers: Sequence[int]) -> None:
+    """At most 12 ticks for rows 0, 1, ... that bear these layers' numbers."""
+    places = MaxNLocator(12, integer=True).tick_values(0, len(layers) - 1)
+    shown = [int(p) for p in places if 0 <= p < len(layers) and p == int(p)]
+    axes.set_yticks(shown, [str(layers[p]) for p in shown])
+
+
+def draw_steps(
+    figure: Figure, axes: Axes, rows: Rows, name: str, title: str,
+    layers: Sequence[int] | None = None,
+) -> None:  # fmt: skip
+    """A metric of every layer over the steps, the first layer at the top.
+
+    Args:
+      figure, axes: to draw on.
+      rows: of the metrics.
+      name: the metric.
+      title: over the picture.
+      layers: numbers of the layers; where they are unknown those with experts are counted from 0.
+    """
     found = layer_rows(rows, name)
     assert found is not None
     steps, load_XG = found
-    prepare(axes, title, "MoE layer")
+    if layers is None or len(layers) != len(load_XG):
+        layers = None
+    prepare(axes, title, "MoE layer" if layers is None else "layer")
     axes.grid(False)
     axes.spines[:].set_visible(False)
     image = axes.imshow(
         load_XG,
         aspect="auto",
-        origin="lower",
         norm=LogNorm() if np.nanmax(load_XG, initial=0) > _STEEP else None,
         interpolation="nearest",
         cmap="viridis",
-        extent=(steps[0] - 0.5, steps[-1] + 0.5, -0.5, len(load_XG) - 0.5),
+        extent=(steps[0] - 0.5, steps[-1] + 0.5, len(load_XG) - 0.5, -0.5),
     )
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+    layer_ticks(axes, range(len(load_XG)) if layers is None else layers)
     axes.set_xlabel("step", fontsize=9)
     bar = figure.colorbar(image, ax=axes, pad=0.02, aspect=12)
     bar.ax.tick_params(labelsize=8)
@@ -156,6 +182,8 @@ def plot_run(workdir: str | pathlib.Path, out_png: str | pathlib.Path) -> pathli
         )
         if layer_rows(rows, name) is not None
     ]
+    folder = pathlib.Path(workdir)
+    layers = layer_numbers(folder if folder.is_dir() else folder.parent)
     figure = Figure(figsize=(11, 7 if heats else 4.8), dpi=110, layout="constrained")
     grid = figure.add_gridspec(3 if heats else 2, 4)
     draw_loss(figure.add_subplot(grid[:2, :2]), rows)
@@ -163,7 +191,7 @@ def plot_run(workdir: str | pathlib.Path, out_png: str | pathlib.Path) -> pathli
     draw_speed(figure.add_subplot(grid[1, 2:]), rows)
     for i, (name, title) in enumerate(heats):
         span = slice(2 * i, 2 * i + 2) if len(heats) == 2 else slice(0, 4)
-        draw_steps(figure, figure.add_subplot(grid[2, span]), rows, name, title)
+        draw_steps(figure, figure.add_subplot(grid[2, span]), rows, name, title, layers)
     if not heats:
         for axes in (figure.axes[0], figure.axes[2]):
             axes.set_xlabel("step", fontsize=9)

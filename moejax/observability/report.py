@@ -6,14 +6,21 @@ import dataclasses
 import json
 import os
 import pathlib
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from moejax.config import ConfigError
-from moejax.observability.loads import LOADS_FILE, Loads, parsed_lines, read_loads, relative
-from moejax.observability.metrics import FILE, unwritable
+from moejax.observability.loads import (
+    LOADS_FILE,
+    Loads,
+    layer_numbers,
+    read_loads,
+    relative,
+)
+from moejax.observability.metrics import FILE
 from moejax.observability.progress import short_count
 from moejax.observability.report_page import Section, page
 from moejax.observability.report_plots import (
@@ -24,9 +31,9 @@ from moejax.observability.report_plots import (
     draw_training,
     recorded,
 )
+from moejax.observability.report_rows import Rows, read_rows
 
 PAGE, PICTURES = "report.html", "report"
-Rows = list[dict[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +73,7 @@ def write_report(
     *,
     window: int = 100,
 ) -> Report:
-    """Draws a run: `report.html`, and the pictures in `report/`.
+    """Draws a run: `report.html`, and the pictures in `report/`; they appear when all are drawn.
 
     Args:
       workdir: the run's folder.
@@ -79,49 +86,47 @@ def write_report(
     workdir = pathlib.Path(workdir)
     if not workdir.is_dir():
         raise ConfigError(f"workdir {workdir} is not a folder; give the one that a run wrote.")
-    rows = _metrics(workdir / FILE)
+    rows = read_rows(workdir / FILE)
     loads = read_loads(workdir) if (workdir / LOADS_FILE).exists() else None
-    out = pathlib.Path(out) if out is not None else workdir
-    folder = out / PICTURES
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritable(folder, error) from error
+    place = pathlib.Path(out) if out is not None else workdir
+    if place.exists() and not place.is_dir():
+        raise ConfigError(f"--out={place} cannot be written: it is a file. Give a folder.")
     dead, seen = None, None
     if loads is not None:
         dead, seen = dead_experts(loads, window), _window(loads, window)
     facts = list(_facts(workdir, rows, loads, dead))
-    sections = list(_sections(folder, rows, loads, window, dead))
-    text = page(workdir.resolve().name, str(workdir), facts, sections)
-    scratch = out / f"{PAGE}.tmp"
+    layers = layer_numbers(workdir)
     try:
-        scratch.write_text(text, encoding="utf-8")
-        os.replace(scratch, out / PAGE)
-    except OSError as error:
-        raise unwritable(out / PAGE, error) from error
-    pictures = [section.picture for section in sections if section.picture is not None]
-    return Report(out / PAGE, pictures, facts, dead, seen)
-
-
-def _metrics(path: pathlib.Path) -> Rows:
-    """Lines of metrics.jsonl; the last one may be cut short, as a running process leaves it."""
-    rows: Rows = []
-    try:
-        for number, line, value in parsed_lines(path):
-            if isinstance(value, dict) and type(value.get("step")) is int:
-                rows.append(value)
-            elif line.endswith("\n"):
-                raise ConfigError(
-                    f"{path}, line {number}, is damaged: it is no JSON mapping with a step. Take "
-                    "the line out to draw the rest."
-                )
-    except OSError as error:
+        place.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".report-", dir=place) as name:
+            scratch = pathlib.Path(name)
+            sections = list(_sections(scratch, rows, loads, window, dead, layers))
+            text = page(workdir.resolve().name, str(workdir), facts, sections)
+            (scratch / PAGE).write_text(text, encoding="utf-8")
+            drawn = [section.picture for section in sections if section.picture is not None]
+            pictures = _put_in_place(scratch, drawn, place)
+    except (OSError, ConfigError) as error:
+        reason = error if isinstance(error, OSError) else error.__cause__
+        if not isinstance(reason, OSError):
+            raise
+        what, other = (f"--out={place}", "--out") if out is not None else (f"workdir {place}", "")
         raise ConfigError(
-            f"no metrics at {path}: {error.strerror}. `moejax train` writes them."
-        ) from error
-    if not rows:
-        raise ConfigError(f"{path} holds no step yet: nothing to draw.")
-    return rows
+            f"{what} cannot be written: {reason.strerror or reason}. "
+            f"{f'Choose another {other}' if other else 'Choose a folder with --out=DIR'}."
+        ) from reason
+    return Report(place / PAGE, pictures, facts, dead, seen)
+
+
+def _put_in_place(
+    scratch: pathlib.Path, drawn: list[pathlib.Path], place: pathlib.Path
+) -> list[pathlib.Path]:
+    """Moves the pictures to their folder, then the page; where the pictures are now."""
+    folder = place / PICTURES
+    folder.mkdir(exist_ok=True)
+    for picture in drawn:
+        os.replace(picture, folder / picture.name)
+    os.replace(scratch / PAGE, place / PAGE)
+    return [folder / picture.name for picture in drawn]
 
 
 def _window(loads: Loads, num_steps: int) -> tuple[int, int]:
@@ -142,7 +147,7 @@ def dead_experts(loads: Loads, num_steps: int) -> list[DeadExpert]:
 
 def _sections(
     folder: pathlib.Path, rows: Rows, loads: Loads | None, window: int,
-    dead: list[DeadExpert] | None,
+    dead: list[DeadExpert] | None, layers: tuple[int, ...] | None,
 ) -> Iterator[Section]:  # fmt: skip
     yield Section("Training", picture=draw_training(rows, folder / "training.png"))
     if loads is not None and dead is not None:
@@ -159,7 +164,8 @@ def _sections(
         yield Section("Experts", text, picture)
         yield _dead_section(dead, first, last)
     if loads is not None or any(r.get("moe_load_max") for r in rows):
-        yield Section("Balance", picture=draw_balance(rows, loads, folder / "balance.png"))
+        picture = draw_balance(rows, loads, folder / "balance.png", layers)
+        yield Section("Balance", picture=picture)
     else:
         yield Section("Experts", "This run recorded no loads: it has no layer with experts.")
     if recorded(rows):
@@ -190,9 +196,9 @@ def _facts(
 ) -> Iterator[tuple[str, str]]:
     last = rows[-1]
     run, cfg = _json(workdir / "run.json"), _json(workdir / "config.json")
-    if name := cfg.get("model", {}).get("name"):
+    if name := _at(cfg, "model", "name"):
         yield "model", str(name)
-    total = cfg.get("train", {}).get("num_steps")
+    total = _at(cfg, "train", "num_steps")
     yield "steps", f"{last['step']:,}" + (f" of {total:,}" if isinstance(total, int) else "")
     for name, key, show in (
         ("tokens", "tokens", short_count), ("training loss", "loss", "{:.4f}".format),
@@ -208,7 +214,7 @@ def _facts(
     if loads is not None:
         _, layers, experts = loads.counts.shape
         yield "experts", f"{layers} layers x {experts}"
-        yield "balancing", str(cfg.get("model", {}).get("moe", {}).get("balance", "unknown"))
+        yield "balancing", str(_at(cfg, "model", "moe", "balance") or "unknown")
         peaks = relative(loads.counts[-1]).max(-1)
         worst = loads.layers[int(peaks.argmax())]
         yield (
@@ -217,7 +223,7 @@ def _facts(
         )
     if dead is not None:
         yield "dead experts", str(len(dead))
-    dropped = sum(sum(row["moe_dropped"]) for row in rows if row.get("moe_dropped"))
+    dropped = sum(sum(x or 0 for x in row["moe_dropped"]) for row in rows if row.get("moe_dropped"))
     if any(row.get("moe_dropped") for row in rows):
         yield "dropped tokens", short_count(dropped)
     if devices := run.get("devices"):
@@ -225,6 +231,13 @@ def _facts(
     if isinstance(run.get("mesh"), dict):
         mesh = " x ".join(f"{axis}={n}" for axis, n in run["mesh"].items() if n != 1)
         yield "mesh", mesh or "one device"
+
+
+def _at(value: Any, *names: str) -> Any:
+    """A value inside nested mappings; None where there is none."""
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def _json(path: pathlib.Path) -> dict[str, Any]:

@@ -24,7 +24,9 @@ from moejax.observability.plots import (
     draw_loss,
     draw_speed,
     draw_steps,
+    known,
     layer_rows,
+    layer_ticks,
     prepare,
     save_png,
     series,
@@ -101,9 +103,7 @@ def _map(
         cmap="RdBu_r", norm=LogNorm(1 / scale, scale),
     )  # fmt: skip
     axes.set_facecolor(_DEAD)
-    places = MaxNLocator(12, integer=True).tick_values(0, num_layers - 1)
-    shown = [int(p) for p in places if 0 <= p < num_layers and p == int(p)]
-    axes.set_yticks(shown, [str(layers[p]) for p in shown])
+    layer_ticks(axes, layers)
     axes.set_xlabel("expert", fontsize=9)
     if max(load_LE.shape) <= _MOST_BORDERS:
         axes.set_xticks(np.arange(num_experts + 1) - 0.5, minor=True)
@@ -160,8 +160,10 @@ def _factors(axis: Axis, places: Sequence[float]) -> None:
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0f}" if x >= 10 else f"{x:.3g}"))
 
 
-def draw_balance(rows: Rows, loads: Loads | None, out_png: str | pathlib.Path) -> pathlib.Path:
-    """The busiest expert of mean and worst layer, and experts without a token, over the steps."""
+def draw_balance(
+    rows: Rows, loads: Loads | None, out_png: str | pathlib.Path, layers: Sequence[int] | None
+) -> pathlib.Path:
+    """The busiest expert of each layer (numbers `layers`), and experts without a token."""
     figure = Figure(figsize=(11, 6.4), dpi=110, layout="constrained")
     grid = figure.add_gridspec(2, 2)
     _busiest(figure.add_subplot(grid[0, 0]), rows, loads)
@@ -174,7 +176,7 @@ def draw_balance(rows: Rows, loads: Loads | None, out_png: str | pathlib.Path) -
             for s, p in zip(loads.steps, peaks.tolist(), strict=True)
         ]
     title = "Busiest expert of each layer, times the mean load"
-    draw_steps(figure, figure.add_subplot(grid[1, :]), whole, "moe_load_max", title)
+    draw_steps(figure, figure.add_subplot(grid[1, :]), whole, "moe_load_max", title, layers)
     return save_png(figure, out_png)
 
 
@@ -210,7 +212,7 @@ def _busiest(axes: Axes, rows: Rows, loads: Loads | None) -> None:
 
 def _dead(axes: Axes, rows: Rows, loads: Loads | None) -> None:
     prepare(axes, "Experts without a token, all layers", "experts")
-    found = [(r["step"], sum(r["dead_experts"])) for r in rows if r.get("dead_experts")]
+    found = [(r["step"], sum(known(r["dead_experts"]))) for r in rows if r.get("dead_experts")]
     if found:
         steps, counts = zip(*found, strict=True)
         axes.plot(steps, counts, color=COLORS[0], linewidth=WIDTH,
@@ -222,7 +224,8 @@ def _dead(axes: Axes, rows: Rows, loads: Loads | None) -> None:
     axes.set_ylim(0, max(1.0, axes.get_ylim()[1]))
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("step", fontsize=9)
-    axes.legend(frameon=False, fontsize=8)
+    if axes.lines:
+        axes.legend(frameon=False, fontsize=8)
 
 
 def draw_training(rows: Rows, out_png: str | pathlib.Path) -> pathlib.Path:
@@ -261,7 +264,7 @@ PANELS = (
 
 def recorded(rows: Rows) -> list[Panel]:
     """The panels that have something to show."""
-    return [p for p in PANELS if any(r.get(name) for r in rows for name in p.curves)]
+    return [p for p in PANELS if any(known(r.get(name)) for r in rows for name in p.curves)]
 
 
 def draw_exchange(rows: Rows, out_png: str | pathlib.Path) -> pathlib.Path:
@@ -274,9 +277,9 @@ def draw_exchange(rows: Rows, out_png: str | pathlib.Path) -> pathlib.Path:
         top, whole = 1.0, True
         for color, (name, label) in zip(COLORS[3:], panel.curves.items(), strict=False):
             merged = [
-                {"step": r["step"], name: panel.scale * panel.merge(r[name])}
+                {"step": r["step"], name: panel.scale * panel.merge(found)}
                 for r in rows
-                if r.get(name)
+                if (found := known(r.get(name)))
             ]
             steps, values = series(merged, name)
             if len(values):

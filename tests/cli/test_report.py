@@ -41,8 +41,12 @@ def test_refusals(moejax, argv, says):
 def test_a_damaged_line_is_named(moejax, tmp_path):
     run = write_run(tmp_path / "run", steps=20)
     lines = (run / "expert_loads.jsonl").read_text().splitlines()
-    lines[1] = lines[1][:-30]
-    (run / "expert_loads.jsonl").write_text("\n".join(lines) + "\n")
-    outcome = moejax("report", f"--workdir={run}")
-    assert outcome.code == 2 and "expert_loads.jsonl, line 2, is damaged" in outcome.err
-    assert len(outcome.err.splitlines()) == 1 and not (run / "report.html").exists()
+    whole = json.loads(lines[1])
+    damaged = "AAAA" + whole["counts"][4:]  # no header of zlib
+    cases = ((lines[1][:-30], "no whole JSON"), (json.dumps(whole | {"counts": damaged}), "unpack"))
+    for line, says in cases:
+        (run / "expert_loads.jsonl").write_text("\n".join([lines[0], line, *lines[2:]]) + "\n")
+        outcome = moejax("report", f"--workdir={run}")
+        assert outcome.code == 2 and "expert_loads.jsonl, line 2, is damaged: it" in outcome.err
+        assert says in outcome.err and "Take the line out" in outcome.err
+        assert len(outcome.err.splitlines()) == 1 and not list(run.glob("*report*"))

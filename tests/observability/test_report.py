@@ -10,7 +10,7 @@ import pytest
 from matplotlib.image import imread
 
 from moejax.config import ConfigError
-from moejax.observability import LoadLog, MetricsLog, read_loads, read_metrics
+from moejax.observability import LoadLog, MetricsLog, read_loads, read_metrics, report_plots
 from moejax.observability.loads import relative
 from moejax.observability.report import DeadExpert, dead_experts, write_report
 from moejax.observability.report_plots import Period, draw_experts, recorded
@@ -156,6 +156,79 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path):
         write_report(tmp_path)
     (tmp_path / "expert_loads.jsonl").unlink()
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="^--out=.*file cannot be written: it is a file"):
         write_report(tmp_path, tmp_path / "file")
+    with pytest.raises(ConfigError, match="^--out=.*inner cannot be written: Not a dir.* --out.$"):
+        write_report(tmp_path, tmp_path / "file" / "inner")
     assert not (tmp_path / "report.html").exists() and not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize(
+    "value",
+    ['"loss": "6.2"', '"moe_load_max": "x"', '"moe_load_max": [1.5, "x"]', '"moe_rounds": 3',
+     '"lr": 1e999', '"dead_experts": {}', '"tokens": 1' + 400 * "0"],
+)  # fmt: skip
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_a_value_that_cannot_be_drawn_is_a_damaged_line(tmp_path, value, end):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{{"step": 2, {value}}}{end}')
+    with pytest.raises(ConfigError, match=r"metrics.jsonl, line 2, is damaged: \w+ is no"):
+        write_report(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_nan_and_words_of_others_are_no_damage(tmp_path):
+    rows = [
+        {"step": s, "loss": None, "note": "x", "moe_load_max": [None, 9.0], "dead_experts": [],
+         "moe_device_load_max": [None, 1.5], "moe_dropped": [None, None]}
+        for s in (1, 2)
+    ]  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name in ("config.json", "run.json"):
+        (tmp_path / name).write_text('{"model": "x", "train": 3, "mesh": 4}')
+    report = write_report(tmp_path)
+    assert [p.stem for p in report.pictures] == ["training", "balance", "exchange"]
+
+
+def test_nothing_is_written_until_all_is_drawn(tmp_path, monkeypatch):
+    run, out = write_run(tmp_path / "run", steps=20), tmp_path / "out"
+    before = sorted(run.rglob("*"))
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    for name in ("page", "draw_exchange"):
+        monkeypatch.setattr(f"moejax.observability.report.{name}", full)
+        with pytest.raises(
+            ConfigError, match="^workdir .* cannot be written: No space left.*--out"
+        ):
+            write_report(run)
+        with pytest.raises(ConfigError, match=f"^--out={out} cannot .* Choose another --out.$"):
+            write_report(run, out)
+        assert sorted(run.rglob("*")) == before and not list(out.iterdir())
+
+
+@pytest.mark.parametrize("recorded_loads", [True, False])
+def test_layers_bear_their_numbers_from_the_top_down(tmp_path, monkeypatch, recorded_loads):
+    run = write_run(tmp_path, steps=20)
+    if not recorded_loads:
+        (run / "expert_loads.jsonl").unlink()
+        model = {"num_layers": 5, "ffn": {"num_dense_layers": 2}}
+        (run / "config.json").write_text(json.dumps({"model": model}))
+    figures, save = {}, report_plots.save_png
+
+    def keep(figure, path):
+        figures[path.stem] = figure
+        return save(figure, path)
+
+    monkeypatch.setattr(report_plots, "save_png", keep)
+    write_report(run)
+    assert ("experts" in figures) == recorded_loads
+    for name in figures.keys() & {"balance", "experts"}:
+        maps = [axes for axes in figures[name].axes if axes.images and axes.get_title(loc="left")]
+        assert maps
+        for axes in maps:
+            assert axes.get_ylabel() == "layer"
+            names = ["1", "2", "4"] if recorded_loads else ["2", "3", "4"]
+            assert [tick.get_text() for tick in axes.get_yticklabels()] == names
+            low, high = axes.get_ylim()
+            assert low > high and axes.images[0].origin == "upper"
