@@ -81,7 +81,8 @@ def test_the_report_says_everything_and_fits_last(moejax, compiled):
     for part in (
         "compile", "of host memory", "arguments", "temporaries", "peak", "FLOPs a token",
         "all-gather", "fsdp", "compute", "network", "MFU", "temporaries of the fullest moment",
-        "inside", "between", "sent beside compute: ", "none are sent in loops over layers", "exposed",
+        "inside", "between", "sent beside compute: ", "none are sent in loops over layers",
+        "exposed",
     ):  # fmt: skip
         assert part in shown.out
 

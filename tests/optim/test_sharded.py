@@ -97,7 +97,7 @@ def test_state_lies_with_its_parameters(toy):
         for path, s in jax.tree_util.tree_leaves_with_path(places)
     }
     gate_up = [s for path, s in by_path.items() if path.endswith("['kda']['gate_up']")]
-    assert gate_up == [P("stage", None, "expert", "fsdp", None, "tensor")] * 2
+    assert gate_up == [P("stage", None, ("expert", "fsdp"), None, None, "tensor")] * 2
     embed = [s for path, s in by_path.items() if path.endswith("['embed']")]
     assert embed == [P("tensor", ("fsdp", "expert"))] * 3
     assert {s for path, s in by_path.items() if path.endswith(("count", "step"))} == {P()}
