@@ -86,16 +86,18 @@ class _Pull:
       places: of every leaf, where the backward pass finds it: a place in the layer's inputs, or
         None for one that is saved.
       outer: leaves that are no tracers.
+      wanted: of every leaf of x, whether its gradient is asked for.
     """
 
     tree: Any
     places: list[int | None]
     outer: dict[int, Any]
+    wanted: list[bool]
 
 
 def _rebuilding(bodies, loop: Loop, policy: str, keep, rebuild):
     """`walk` over the bodies, with a gradient that rebuilds their carries."""
-    pulls: list[_Pull | None] = [None] * len(bodies)
+    pulls: dict[int, _Pull] = {}  # filled in by the forward pass, read by the backward one
 
     def plain(carry, xs, consts):
         steps = [lambda carry, x, body=body: body(carry, x, consts) for body in bodies]
@@ -113,7 +115,7 @@ def _rebuilding(bodies, loop: Loop, policy: str, keep, rebuild):
             inputs = {id(leaf): n for n, leaf in enumerate(jax.tree.leaves((carry, x, consts)))}
             places = [inputs.get(id(leaf)) for leaf in leaves]
             outer = {n: a for n, a in enumerate(leaves) if not isinstance(a, jax.core.Tracer)}
-            pulls[i] = _Pull(tree, places, outer)
+            pulls[i] = _Pull(tree, places, outer, wanted[i])
             saved = [
                 leaf
                 for n, (leaf, place) in enumerate(zip(leaves, places, strict=True))
@@ -123,11 +125,11 @@ def _rebuilding(bodies, loop: Loop, policy: str, keep, rebuild):
 
         steps = [lambda carry, x, i=i: step(i, carry, x) for i in range(len(bodies))]
         out, ys = walk(steps, carry, xs_values, loop)
-        residuals = (out, [y[1:] for y in ys], xs_values, consts, _Static(wanted))
+        residuals = (out, [y[1:] for y in ys], xs_values, consts)
         return (out, [y[0] for y in ys]), residuals
 
     def backward(residuals, cotangents):
-        final, kept, xs, consts, wanted = residuals
+        final, kept, xs, consts = residuals
         d_out, d_aux = jax.tree.map(_materialise, cotangents, is_leaf=_is_symbolic)
 
         def step(i, d_carry, inputs):
@@ -141,7 +143,7 @@ def _rebuilding(bodies, loop: Loop, policy: str, keep, rebuild):
         d_carry, d_xs = walk(
             steps, _floats(d_out), list(zip(xs, kept, d_aux, strict=True)), loop, reverse=True
         )
-        d_xs = [_scatter(d, which, x) for d, which, x in zip(d_xs, wanted.value, xs, strict=True)]
+        d_xs = [_scatter(d, pulls[i].wanted, xs[i]) for i, d in enumerate(d_xs)]
         d_carry = _scatter(d_carry, [_is_float(a) for a in jax.tree.leaves(final)], final)
         return d_carry, d_xs, jax.tree.map(lambda _: None, consts)
 
@@ -171,8 +173,7 @@ def _vjp(body: Body, policy: str, wanted: list[bool], carry, x, consts):
     return _join(out, others[0], trees[0]), _join(aux, others[1], trees[1]), pull
 
 
-def _put_together(pull: _Pull | None, inputs, saved):
-    assert pull is not None  # the forward pass of the same call has filled it in
+def _put_together(pull: _Pull, inputs, saved):
     given, rest = jax.tree.leaves(inputs), iter(saved)
     leaves = [
         pull.outer[n] if n in pull.outer else next(rest) if place is None else given[place]
@@ -229,14 +230,3 @@ def _materialise(d: Any) -> Any:
     if jnp.issubdtype(d.dtype, jnp.inexact):
         return jnp.zeros(d.shape, d.dtype)
     return np.zeros(d.shape, jax.dtypes.float0)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """Flags among the residuals."""
-
-    value: Any
-
-    def __hash__(self) -> int:
-        return id(self.value)

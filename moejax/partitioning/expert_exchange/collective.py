@@ -16,7 +16,7 @@ class Link(NamedTuple):
     """The devices that exchange: those of a mesh axis, or groups of them.
 
     Attributes:
-      axis: of the mesh; its devices lie host by host.
+      axis: of the mesh, or several as one; its devices lie host by host.
       native: whether they have the ragged all-to-all. Known when the exchange is traced: a choice
         left to the lowering stays in the compiled loop as a conditional, across which nothing
         overlaps.
@@ -26,7 +26,7 @@ class Link(NamedTuple):
         "inside" a host.
     """
 
-    axis: str
+    axis: str | tuple[str, ...]
     native: bool
     hosts: int = 1
     near: int = 1

@@ -32,7 +32,7 @@ def relocate(x: jax.Array, source_XE: jax.Array, dim: int, where: NamedSharding)
     entry = spec[dim]
     axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
     platform = where.mesh.devices.flat[0].platform
-    move = functools.partial(_move, link=_link(axes, platform) if axes else None)
+    move = functools.partial(_move, link=Link(axes, native=platform != "cpu") if axes else None)
 
     def per_device(x, source_XE):
         layers = x.reshape(-1, *x.shape[dim:])
@@ -48,10 +48,6 @@ def relocate(x: jax.Array, source_XE: jax.Array, dim: int, where: NamedSharding)
         per_device, mesh=where.mesh, in_specs=(mine, layers_of), out_specs=mine, check_vma=False
     )
     return moved(x, source_XE.reshape(*x.shape[:dim], -1))
-
-
-def _link(axes: tuple[str, ...], platform: str) -> Link:
-    return Link(axes, native=platform != "cpu")  # type: ignore[arg-type]
 
 
 def _move(x_e: jax.Array, source_E: jax.Array, link: Link | None) -> jax.Array:
