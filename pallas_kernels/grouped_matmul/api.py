@@ -1,12 +1,10 @@
 """Public entry of grouped_matmul."""
 
-from typing import Any
-
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from pallas_kernels import choose
 from pallas_kernels.grouped_matmul import activation as activations
-from pallas_kernels.grouped_matmul import chunked, ref
+from pallas_kernels.grouped_matmul import chunked, mxfp4, ref
 
 _IMPLS = {"chunked": chunked.grouped_matmul, "ref": ref.grouped_matmul}
 _ORDER = {"cpu": ("chunked",)}
@@ -19,55 +17,84 @@ def grouped_matmul(
     *,
     activation: str | None = None,
     situ_betas: tuple[float, float | None] = (4.0, 25.0),
-    scales: Any = None,
-    lora: Any = None,
+    scales: UInt8[Array, "E _ F"] | None = None,
+    lora: tuple[Array, Array] | None = None,
+    lora_scale: float = 1.0,
     impl: str | None = None,
 ) -> Float[Array, "R F2"]:
     """Multiplies each run of rows by the weight of its group.
 
     The first group_sizes[0] rows belong to group 0, the next group_sizes[1] to group 1, ...:
-        out[r] = rows[r] @ weights[group(r)], then the activation, if one is named.
-    Rows past the sum of the sizes give exactly 0, whatever they hold, and pass no gradient.
-    Products in the input dtype, sums and activation in float32; the backward recomputes
-    gate and up.
+        out[r] = rows[r] @ weights[e] + lora_scale (rows[r] @ a[e]) @ b[e],    e = group(r),
+    then the activation, if one is named. Rows past the sum of the sizes give exactly 0, whatever
+    they hold, and pass no gradient. Products in the input dtype, sums and activation in float32;
+    the backward recomputes gate and up, and forms no gradient of weights that need none.
 
     Args:
       rows: [R, K], sorted by group.
-      weights: [E, K, F]. With an activation, F = 2 * inner: first half gate, second half up.
+      weights: [E, K, F]. With an activation, F = 2 * inner: first half gate, second half up. Or,
+        with `scales`, packed MXFP4: uint8 [E, K/2, F], two codes along K a byte, low nibble first.
+        They are unpacked to the dtype of the rows, exactly, one group at a time; no gradient.
       group_sizes: int32 [E], at least 0, sum at most R. Empty groups get a zero gradient.
       activation: None, "situ" or "swiglu".
       situ_betas: bounds of gate and up in "situ"; None for the second leaves the up linear.
-      scales, lora: must be None.
+      scales: uint8 [E, K/32, F], an exponent per 32 codes along K.
+      lora: low-rank adapters (a, b): a [E, K, Q], or [K, Q] for all groups, and b [E, Q, F].
+      lora_scale: factor of the adapters, static.
       impl: None, "chunked" or "ref".
     Returns:
       [R, F], or [R, F / 2] with an activation, in rows' dtype.
     Raises:
       ValueError: shapes disagree, `activation` or `impl` is unknown, F is odd with one.
-      NotImplementedError: `scales` or `lora` is given.
     Source: README.md beside this file.
     """
+    E, K, F = weights.shape
     if scales is not None:
-        raise NotImplementedError(
-            "scales: multiplying packed MXFP4 weights is not implemented. Unpack them first."
-        )
-    if lora is not None:
-        raise NotImplementedError(
-            "lora: low-rank factors are not folded in yet. Add two grouped_matmul calls."
-        )
-    if weights.shape[0] != group_sizes.shape[0] or weights.shape[1] != rows.shape[1]:
+        _check_packed(weights, scales)
+        K *= 2
+    if E != group_sizes.shape[0] or K != rows.shape[1]:
         raise ValueError(
             f"rows {rows.shape}, weights {weights.shape}, sizes {group_sizes.shape} disagree. "
-            "Give [R, K], [E, K, F] and [E]."
+            "Give [R, K], [E, K, F] (packed: [E, K/2, F]) and [E]."
         )
     if activation is not None and activation not in activations.NAMES:
         raise ValueError(
             f"activation={activation!r} is unknown. Use None, {', '.join(activations.NAMES)}."
         )
-    if activation is not None and weights.shape[2] % 2:
+    if activation is not None and F % 2:
         raise ValueError(
-            f"weights have {weights.shape[2]} columns, which do not halve into gate and up. "
+            f"weights have {F} columns, which do not halve into gate and up. "
             "Give 2 * inner columns."
         )
+    tree = {"base": weights}
+    if scales is not None:
+        tree["scales"] = scales
+    if lora is not None:
+        _check_lora(*lora, (E, K, F))
+        tree["a"], tree["b"] = lora
     names = choose.candidates(_IMPLS, _ORDER, impl)
-    options = {"activation": activation, "situ_betas": situ_betas}
-    return choose.first_that_runs(_IMPLS, names, rows, weights, group_sizes, **options)
+    options = {"activation": activation, "situ_betas": situ_betas, "lora_scale": float(lora_scale)}
+    return choose.first_that_runs(_IMPLS, names, rows, tree, group_sizes, **options)
+
+
+def _check_packed(weights, scales) -> None:
+    E, half, F = weights.shape
+    if (weights.dtype, scales.dtype) != ("uint8", "uint8"):
+        raise ValueError(
+            f"packed weights and scales are {weights.dtype} and {scales.dtype}; give uint8."
+        )
+    if scales.shape[1] * mxfp4.BLOCK != half * 2 or (scales.shape[0], scales.shape[2]) != (E, F):
+        raise ValueError(
+            f"packed weights {weights.shape} and scales {scales.shape} disagree. "
+            "Give [E, K/2, F] and [E, K/32, F]."
+        )
+
+
+def _check_lora(a, b, shape: tuple[int, int, int]) -> None:
+    E, K, F = shape
+    rank = a.shape[-1]
+    if a.shape not in ((E, K, rank), (K, rank)) or b.shape != (E, rank, F):
+        raise ValueError(
+            f"adapters {a.shape} and {b.shape} do not fit weights {shape}. "
+            "Give [E, K, Q] or [K, Q], and [E, Q, F]."
+        )

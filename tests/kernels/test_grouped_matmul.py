@@ -1,25 +1,31 @@
 """grouped_matmul against the loop over groups, values and gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import grouped_matmul, specs
+from pallas_kernels.grouped_matmul import grouped_matmul, mxfp4, specs
 from pallas_kernels.grouped_matmul.activation import gated
 from pallas_kernels.testing import assert_close, compare, relative_rms
+
+
+def run(rows, weights, group_sizes, *, scales=None, a=None, b=None, **options):
+    """grouped_matmul with its arrays by name."""
+    lora = None if a is None else (a, b)
+    options = {"scales": scales, "lora": lora, "lora_scale": 0.7} | options
+    return grouped_matmul(rows, weights, group_sizes, **options)
 
 
 @pytest.mark.parametrize("name", specs.CASES)
 def test_values_and_gradients_equal_reference(name):
     case = specs.CASES[name]
-    rows, weights, sizes = specs.make_inputs(case)
     errors = compare(
-        lambda rows, weights: grouped_matmul(rows, weights, sizes, activation=case.activation),
-        lambda rows, weights: grouped_matmul(
-            rows, weights, sizes, activation=case.activation, impl="ref"
-        ),
-        {"rows": rows, "weights": weights},
+        functools.partial(run, activation=case.activation),
+        functools.partial(run, activation=case.activation, impl="ref"),
+        specs.make_all(case),
         floor=1e-3 if name == "nothing" else 1e-30,
     )
     assert_close(errors, specs.TOLERANCES[case.dtype])
@@ -125,30 +131,168 @@ def test_memory_is_a_tenth_of_ragged_dot():
     assert temp_bytes(gradient(grouped_matmul)) <= temp_bytes(gradient(ragged)) / 6
 
 
-def test_frozen_weights_cost_no_weight_gradient():
-    rows, weights, sizes = specs.make_inputs(specs.CASES["large_odd"])
+def bits_of(x):
+    return np.asarray(x).view({2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
 
-    def d_rows(rows, weights):
-        return jax.grad(lambda r: jnp.sum(grouped_matmul(r, weights, sizes) ** 2))(rows)
 
-    text = jax.jit(d_rows).lower(rows, weights).compile().as_text()
-    loops = [line for line in text.splitlines() if " while(" in line]
-    # the backward loop carries [R, K]; with dW it would carry a second [E, K, F]
-    assert len(loops) == 2
-    assert all(line.split(" while(")[0].count("f32[5,16,24]") <= 1 for line in loops)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_every_code_under_every_scale_is_exact(dtype):
+    """Against the product in NumPy: -0, subnormals, infinities and the NaN of scale 255."""
+    e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float64)
+    values = np.concatenate([e2m1, -e2m1])[:, None]
+    factors = np.append(2.0 ** (np.arange(255) - 127), np.nan)
+    with np.errstate(over="ignore"):
+        want = (values * factors).astype(np.float32).astype(dtype)
+    codes = np.repeat(np.arange(16, dtype=np.uint8)[:, None], 256, 1)
+    low_first = codes[0::2] | codes[1::2] << 4
+    packed = np.concatenate([low_first, low_first])  # 32 codes: all of them twice
+    scales = np.arange(256, dtype=np.uint8)[None]
+    got = jax.jit(mxfp4.decode, static_argnums=2)(packed, scales, dtype)
+    number = ~np.isnan(want.astype(np.float32))
+    np.testing.assert_array_equal(np.isnan(np.float32(got)), np.tile(~number, (2, 1)))
+    for half in (got[:16], got[16:]):
+        np.testing.assert_array_equal(bits_of(half)[number], bits_of(want)[number])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packed_weights_give_the_bits_of_unpacked_ones(dtype):
+    case = specs.CASES["packed_situ_lora"]
+    inputs = specs.make_all(case)
+    for name in ("rows", "a", "b"):
+        inputs[name] = inputs[name].astype(dtype)
+    scales = inputs.pop("scales").at[0, 0, 0].set(0)
+    sizes, packed = inputs.pop("group_sizes"), inputs.pop("weights")
+    plain = mxfp4.decode(packed, scales, jnp.dtype(dtype))
+
+    @jax.jit
+    def both(packed, plain, inputs):
+        def of(weights, scales):
+            fn = lambda inputs: run(  # noqa: E731
+                weights=weights, scales=scales, group_sizes=sizes, activation="situ", **inputs
+            )
+            out, pull = jax.vjp(fn, inputs)
+            return out, pull(jnp.cos(out))
+
+        return of(packed, scales), of(plain, None)
+
+    got, want = both(packed, plain, inputs)
+    jax.tree.map(lambda g, w: np.testing.assert_array_equal(bits_of(g), bits_of(w)), got, want)
+
+
+def test_encoding_takes_the_nearest_code():
+    values = jnp.array(np.random.default_rng(0).standard_normal((2, 64, 9)) * 0.02, jnp.float32)
+    values = values.at[0, :32, 0].set(0)
+    packed, scales = jax.jit(mxfp4.encode)(values)
+    codes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    blocks = np.asarray(values).reshape(2, 2, 32, 9)
+    largest = np.abs(blocks).max(2)
+    exponents = np.floor(np.log2(largest, where=largest > 0, out=np.full_like(largest, 2)))
+    np.testing.assert_array_equal(scales, exponents + 125)
+    scaled = blocks / 2.0 ** (exponents - 2)[:, :, None]
+    nearest = np.abs(np.abs(scaled)[..., None] - codes).min(-1)
+    got = np.asarray(mxfp4.decode(packed, scales, jnp.float32)).reshape(blocks.shape)
+    np.testing.assert_allclose(
+        np.abs(got - blocks) / 2.0 ** (exponents - 2)[:, :, None], nearest, atol=1e-6
+    )
+    np.testing.assert_array_equal(np.signbit(got), np.signbit(blocks))
+
+
+def test_unpacked_experts_never_exist_at_once():
+    """Temporaries of a pass with gradients stay under two experts wide; all are 32 of them."""
+    num_experts, k_dim, f_dim, num_rows, rank = 32, 256, 512, 64, 4
+    one_expert = k_dim * f_dim * 4
+    shaped = lambda *shape, dtype="float32": jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    args = {
+        "weights": shaped(num_experts, k_dim // 2, f_dim, dtype="uint8"),
+        "scales": shaped(num_experts, k_dim // 32, f_dim, dtype="uint8"),
+        "group_sizes": shaped(num_experts, dtype="int32"),
+    }
+    wanted = {
+        "rows": shaped(num_rows, k_dim),
+        "a": shaped(k_dim, rank),
+        "b": shaped(num_experts, rank, f_dim),
+    }
+
+    def step(wanted, args):
+        return jax.grad(lambda w: jnp.sum(run(activation="swiglu", **w, **args) ** 2))(wanted)
+
+    compiled = jax.jit(step).lower(wanted, args).compile()
+    # Beside them the rows' arrays, [64, 512] in float32 at most.
+    assert compiled.memory_analysis().temp_size_in_bytes < 2.5 * one_expert
+
+
+def looped(fn):
+    """Under remat, inside a scan of two steps."""
+
+    def scanned(rows, weights, sizes):
+        body = jax.checkpoint(lambda x, _: (fn(x, weights, sizes), None))
+        return jax.lax.scan(body, rows, None, length=2)[0]
+
+    return scanned
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, looped])
+def test_frozen_weights_cost_no_weight_gradient(wrap):
+    rows, sizes = jnp.ones((90, 16)), jnp.array([1, 63, 0, 7, 9], jnp.int32)
+    weights = jnp.ones((5, 16, 16))
+    fn = wrap(lambda *args: grouped_matmul(*args))
+
+    def text(argnums):
+        grad = jax.grad(lambda r, w: jnp.sum(fn(r, w, sizes) ** 2), argnums)
+        return str(jax.make_jaxpr(grad)(rows, weights))
+
+    # Before any compiler removes it: products [K, rows] x [rows, F], and an array to put them in.
+    weight_product, buffer = "dimension_numbers=(([0], [0])", "dynamic_update_slice"
+    assert weight_product in text((0, 1)) and weight_product not in text(0)
+    assert text(0).count(buffer) < text((0, 1)).count(buffer)
+
+
+def test_what_is_not_differentiated_has_no_gradient():
+    """Each choice of what is wanted gives the values that all give together."""
+    inputs = specs.make_all(specs.CASES["lora"])
+    sizes, names = inputs.pop("group_sizes"), ("rows", "weights", "a", "b")
+
+    def grads(wanted):
+        fixed = {name: inputs[name] for name in names if name not in wanted}
+        of = lambda chosen: jnp.sum(jnp.sin(run(group_sizes=sizes, **chosen, **fixed)))  # noqa: E731
+        return jax.jit(jax.grad(of))({name: inputs[name] for name in wanted})
+
+    whole = grads(names)
+    for wanted in (("a",), ("b",), ("rows", "a"), ("weights", "b"), ("rows", "weights")):
+        for name, grad in grads(wanted).items():
+            np.testing.assert_array_equal(grad, whole[name])
+
+
+def test_mapped_over_a_batch():
+    case = specs.CASES["packed_swiglu_shared_a"]
+    many = [specs.make_all(case, seed) for seed in (0, 3)]
+    fixed = ("weights", "scales", "group_sizes")
+
+    def step(inputs):
+        of = lambda w: jnp.sum(run(activation="swiglu", **w, **rest) ** 2)  # noqa: E731
+        rest = {name: inputs[name] for name in fixed}
+        return jax.grad(of)({name: inputs[name] for name in ("rows", "a", "b")})
+
+    got = jax.jit(jax.vmap(step))(jax.tree.map(lambda *x: jnp.stack(x), *many))
+    for i, inputs in enumerate(many):
+        for name, grad in jax.jit(step)(inputs).items():
+            assert relative_rms(got[name][i], grad) <= 1e-6
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"scales": jnp.ones(1)}, NotImplementedError, "MXFP4"),
-        ({"lora": jnp.ones(1)}, NotImplementedError, "low-rank"),
+        ({"scales": jnp.ones((2, 1, 6), "uint8")}, ValueError, "give uint8"),
+        ({"weights": jnp.ones((2, 2, 6), "uint8"), "scales": jnp.ones((2, 1, 6), "uint8")},
+         ValueError, "K/32"),
+        ({"lora": (jnp.ones((3, 2)), jnp.ones((2, 2, 6)))}, ValueError, "do not fit"),
+        ({"lora": (jnp.ones((4, 2)), jnp.ones((2, 3, 6)))}, ValueError, "do not fit"),
         ({"activation": "gelu"}, ValueError, "situ, swiglu"),
         ({"weights": jnp.ones((2, 4, 3)), "activation": "situ"}, ValueError, "halve"),
         ({"weights": jnp.ones((3, 4, 6))}, ValueError, "disagree"),
         ({"weights": jnp.ones((2, 5, 6))}, ValueError, "disagree"),
     ],
-)
+)  # fmt: skip
 def test_refusals(change, error, message):
     rows, sizes = jnp.ones((3, 4)), jnp.array([1, 2])
     arguments = {"rows": rows, "weights": jnp.ones((2, 4, 6)), "group_sizes": sizes} | change
