@@ -213,9 +213,10 @@ def get_config() -> ConfigDict:
     c.mesh.dcn.tensor = 1
 
     c.data = ConfigDict()
-    # stdlib (Python's own source files), files, synthetic, parquet, hf_dataset (folders that
-    # datasets.save_to_disk wrote), array_record, or cache (what `moejax data prepare` wrote)
-    # [one of 'stdlib', 'files', 'synthetic', 'parquet', 'hf_dataset', 'array_record', 'cache']
+    # stdlib (Python's own source files), files, chat (conversations to fine-tune on), synthetic,
+    # parquet, hf_dataset (folders that datasets.save_to_disk wrote), array_record, or cache (what
+    # `moejax data prepare` wrote) [one of 'stdlib', 'files', 'chat', 'synthetic', 'parquet',
+    # 'hf_dataset', 'array_record', 'cache']
     c.data.source = "stdlib"
     # globs of what the source reads; files: .txt .md .py (a document each), .jsonl (one a line)
     c.data.paths = ()
@@ -236,6 +237,14 @@ def get_config() -> ConfigDict:
     c.data.validation_split = "validation"
     # documents of the synthetic source [>= 1]
     c.data.synthetic_docs = 1000
+    # chat: the tokens that are learned: every answer with the token that ends it, the last answer,
+    # or all tokens [one of 'completion', 'last', 'all']
+    c.data.train_on = "completion"
+    # chat: what becomes of a conversation longer than a row: it is left out, or loses the beginning
+    # of its prompt (and is left out when its answers alone do not fit) [one of 'drop', 'truncate']
+    c.data.too_long = "drop"
+    # chat: file of a Jinja template; empty = the tokenizer's own, or what its family has by code
+    c.data.chat_template = ""
     # sources mixed by tokens, instead of the one above: ({"name": "web", "source": "parquet",
     # "paths": ("web/*.parquet",), "weight": 0.7}, ...) with any of the fields above; on the
     # command line as JSON, or as a .json file
@@ -330,6 +339,33 @@ def get_config() -> ConfigDict:
     # as GPUs do anyway; ahead = on GPUs the next layer's too, so that two layers' weights are held
     # [one of 'off', 'within', 'ahead']
     c.train.prefetch = "within"
+
+    c.lora = ConfigDict()
+    # rank r of low-rank adapters over the frozen model; 0 = none, all parameters are trained [>= 0]
+    c.lora.rank = 0
+    # the adapters' product is multiplied by alpha / r [> 0]
+    c.lora.alpha = 16.0
+    # rank-stabilised: by alpha / sqrt(r) instead
+    c.lora.rslora = False
+    # share of what adapters read that is dropped in training [>= 0 and < 1]
+    c.lora.dropout = 0.0
+    # first values of A (B starts at 0): default = uniform up to in^-0.5, gaussian = deviation 1/r
+    # [one of 'default', 'gaussian']
+    c.lora.init = "default"
+    # maps that get one: ends of published names (q_proj, k_proj, gate, ...), as in PEFT
+    c.lora.targets = ()
+    # a regular expression for the whole name, besides targets; empty = none
+    c.lora.target_regex = ""
+    # routed experts that get one: experts.gate_up_proj, experts.down_proj
+    c.lora.target_parameters = ()
+    # routed experts of a layer share one A and have a B each
+    c.lora.shared_a = False
+    # other ranks for some names: 'o_proj=4'
+    c.lora.rank_pattern = ()
+    # other alphas for some names: 'down_proj=20'
+    c.lora.alpha_pattern = ()
+    # a target that matches maps of several kinds is an error, not a warning
+    c.lora.strict = False
 
     c.eval = ConfigDict()
     # steps between evaluations; 0 = only at the end [>= 0]

@@ -17,12 +17,13 @@ LEVELS = {
     "partitioning": 1,
     "memory": 2,
     "layers": 3,
-    "models": 4, "lora": 4, "losses": 4,
-    "optim": 5, "data": 5, "checkpoint": 5, "observability": 5,
-    "generate": 6,
-    "train": 7,
-    "planner": 8, "verify": 8,
-    "cli": 9,
+    "models": 4, "losses": 4,
+    "lora": 5,
+    "optim": 6, "data": 6, "checkpoint": 6, "observability": 6,
+    "generate": 7,
+    "train": 8,
+    "planner": 9, "verify": 9,
+    "cli": 10,
 }  # fmt: skip
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from moejax.checkpoint.layout import named_leaves
 from moejax.layers.param import is_kept_float32
 from moejax.models.decoder import layer_kinds
+from moejax.models.grouping import layer_places
 from moejax.models.hf_keys import MODEL_RULES, Spelling, TensorRule, layer_rules
 from moejax.models.parts import ModelParts
 
@@ -95,7 +96,7 @@ class KeyMap:
     def entries(self) -> Mapping[str, Entry]:
         """Name -> entry of every tensor that the model has, in the order of layers."""
         out = {entry.name: entry for entry in self._model_entries()}
-        runs = list(_layer_places(self.parts))
+        runs = [(f"stack{s}/run{r}", place) for s, r, place in layer_places(self.parts.segments)]
         kinds = layer_kinds(self.parts.cfg)
         forms: dict[str, list[tuple[TensorRule, _Form]]] = {}
         for i, (prefix, place) in enumerate(runs):
@@ -194,15 +195,6 @@ class KeyMap:
         if self.spelling.a_log == "padded":
             return (max(live, self._head_dim),)
         return (1, 1, live, 1) if self.spelling.a_log == "1 1 n 1" else (live,)
-
-
-def _layer_places(parts: ModelParts) -> Iterator[tuple[str, tuple[int, int]]]:
-    """For each layer in order: the module that holds it, and its place in the stacked dims."""
-    for s, segment in enumerate(parts.segments):
-        for repeat in range(segment.repeats):
-            for r, run in enumerate(segment.runs):
-                for i in range(run.count):
-                    yield f"stack{s}/run{r}", (repeat, i)
 
 
 def _form(rule: TensorRule, shapes: list[tuple[int, ...]]) -> _Form:

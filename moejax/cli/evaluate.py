@@ -9,7 +9,7 @@ import math
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moejax.cli import evaluate_alone
 from moejax.cli.flags import (
@@ -22,6 +22,9 @@ from moejax.cli.flags import (
 )
 from moejax.config import ConfigError, MeshConfig, RunConfig
 from moejax.config.load import apply_overrides, as_run_config, load_config
+
+if TYPE_CHECKING:
+    from moejax.train.state import Program
 
 EXAMPLES = (
     "moejax eval --workdir=runs/tiny --devices=8",
@@ -196,7 +199,7 @@ def evaluate(
     from moejax.train.compile import enable_cache
     from moejax.train.evaluate import Evaluator
     from moejax.train.run import check_vocabulary
-    from moejax.train.state import abstract_tree, build_program
+    from moejax.train.state import build_program
 
     corpus = load_corpus(cfg.data, split)  # type: ignore[arg-type]
     tokenizer = checkpoint_tokenizer(cfg, checkpoint)
@@ -204,7 +207,7 @@ def evaluate(
     enable_cache(cfg.compile_cache)
     program = build_program(cfg, make_mesh(cfg.mesh))
     step = int(checkpoint.name)
-    params, balance = model_state(cfg, checkpoint, abstract_tree(program))
+    params, balance = model_state(program, checkpoint)
     shard = (jax.process_index(), jax.process_count())
     batches = make_eval_batches(
         cfg.data, tokenizer, corpus, cfg.eval.batch_size, shard=shard, max_rows=max_rows
@@ -224,22 +227,22 @@ def evaluate(
     }
 
 
-def model_state(
-    cfg: RunConfig, checkpoint: pathlib.Path, abstract: dict[str, Any]
-) -> tuple[Any, Any]:
+def model_state(program: Program, checkpoint: pathlib.Path) -> tuple[Any, Any]:
     """Weights (their average where the run kept one) and balancing state of a step.
 
     The optimizer's state is read only for the average; an imported checkpoint has none.
     """
     from moejax.checkpoint import Checkpoints, has_part
+    from moejax.checkpoint.base import read_model
     from moejax.optim import ema_params
+    from moejax.train.state import abstract_tree
 
+    cfg, abstract = program.cfg, abstract_tree(program)
     if cfg.optim.ema_decay and has_part(checkpoint, "opt_state"):
         state = Checkpoints(checkpoint.parent).restore(int(checkpoint.name), abstract).state
         return ema_params(state["opt_state"]), state["balance"]
-    wanted = {key: abstract[key] for key in ("params", "balance")}
-    parts = Checkpoints.restore_parts(checkpoint, wanted)
-    return parts["params"], parts["balance"]
+    model = read_model(cfg, checkpoint, program.parts, abstract)
+    return model["params"], model["balance"]
 
 
 def checkpoint_tokenizer(cfg: RunConfig, checkpoint: pathlib.Path) -> Any:

@@ -123,7 +123,7 @@ def _open_checkpoint(
     from moejax.partitioning import make_mesh
     from moejax.train.compile import enable_cache
     from moejax.train.run import check_vocabulary
-    from moejax.train.state import abstract_tree, build_program
+    from moejax.train.state import build_program
 
     where = locate_step(options)
     cfg, note = fit_to_devices(checkpoint_config(options, where, overrides), count, overrides)
@@ -133,7 +133,7 @@ def _open_checkpoint(
     check_vocabulary(cfg, tokenizer)
     enable_cache(cfg.compile_cache)
     program = build_program(cfg, make_mesh(cfg.mesh))
-    arrays = model_state(cfg, where, abstract_tree(program))
+    arrays = model_state(program, where)
     model = LanguageModel(
         program.parts, *arrays, program.mesh, tokenizer=tokenizer,
         compute_dtype=cfg.train.compute_dtype,

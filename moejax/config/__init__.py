@@ -10,6 +10,7 @@ from moejax.config.fields import (
     nearest,
     unknown_field_message,
 )
+from moejax.config.lora import LoraConfig
 from moejax.config.model import (
     DsaConfig,
     FfnConfig,
@@ -45,6 +46,7 @@ __all__ = [
     "FfnConfig",
     "KdaConfig",
     "LogConfig",
+    "LoraConfig",
     "MeshConfig",
     "MlaConfig",
     "ModelConfig",

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from moejax.config.fields import ConfigError, Section, section_entries, setting
+from moejax.config.lora import LoraConfig
 from moejax.config.model import ModelConfig, MoeConfig
 
 MESH_AXES = ("stage", "data", "fsdp", "expert", "context", "tensor")
@@ -83,7 +84,9 @@ class MeshConfig(Section):
         return sizes
 
 
-SOURCES = ("stdlib", "files", "synthetic", "parquet", "hf_dataset", "array_record", "cache")
+SOURCES = (
+    "stdlib", "files", "chat", "synthetic", "parquet", "hf_dataset", "array_record", "cache",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +103,9 @@ class SourceFields(Section):
     train_split: str = setting("train")
     validation_split: str = setting("validation")
     synthetic_docs: int = setting(1000, ge=1)
+    train_on: str = setting("completion", choices=("completion", "last", "all"))
+    too_long: str = setting("drop", choices=("drop", "truncate"))
+    chat_template: str = setting("")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -331,6 +337,7 @@ class RunConfig(Section):
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     samples: SamplesConfig = dataclasses.field(default_factory=SamplesConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.checkpoint import Checkpoints, has_part, locate, read_config
+from moejax.checkpoint.base import read_model
 from moejax.checkpoint.hf_source import HfSource
 from moejax.checkpoint.layout import named_leaves, steps_in
 from moejax.checkpoint.weights import is_hf_folder
@@ -21,7 +22,8 @@ from moejax.config.load import as_run_config
 from moejax.data import ByteTokenizer, Tokenizer, load_tokenizer
 from moejax.generate.model import LanguageModel
 from moejax.layers.param import is_kept_float32
-from moejax.models.parts import ModelParts, model_parts
+from moejax.lora import adapted_parts
+from moejax.models.parts import ModelParts
 from moejax.optim import build_optimizer, ema_params, state_shardings
 from moejax.partitioning import make_mesh, shardings_for
 from moejax.typing import PyTree
@@ -62,7 +64,7 @@ def load(
         directory, step = locate(path)
         where = directory / str(steps_in(directory)[-1] if step is None else step)
         cfg = as_run_config(read_config(where))
-        parts, tokenizer = model_parts(cfg.model), _tokenizer(cfg, directory.parent)
+        parts, tokenizer = adapted_parts(cfg)[0], _tokenizer(cfg, directory.parent)
         params, balance = _restore(where, cfg, parts, mesh, dtype)
     return LanguageModel(
         parts, params, balance, mesh, tokenizer=tokenizer, compute_dtype=compute_dtype
@@ -74,7 +76,7 @@ def _restore(
 ) -> tuple[PyTree, PyTree]:
     params, balance = _abstract(parts, mesh, dtype)
     if not (cfg.optim.ema_decay and has_part(where, "opt_state")):
-        arrays = Checkpoints.restore_parts(where, {"params": params, "balance": balance})
+        arrays = read_model(cfg, where, parts, {"params": params, "balance": balance})
         return arrays["params"], arrays["balance"]
     optimizer = build_optimizer(cfg.optim, cfg.train.num_steps, parts.infos)
     state = jax.eval_shape(optimizer.init, parts.params)

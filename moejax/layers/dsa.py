@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.config import ConfigError, DsaConfig, MlaConfig
+from moejax.layers.adapter import Drop, project
 from moejax.layers.cache import IndexedCache, Now
 from moejax.layers.mla import Latents, Mla
 from moejax.layers.norm import layer_norm
@@ -41,25 +42,27 @@ class Indexer(nnx.Module):
         self.k_norm_bias = vector(jnp.zeros(cfg.head_dim), (None,))
 
     def __call__(
-        self, x_BTD: jax.Array, q_latent_BTQ: jax.Array, at: At | None = None
+        self,
+        x_BTD: jax.Array,
+        q_latent_BTQ: jax.Array,
+        at: At | None = None,
+        *,
+        drop: Drop | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Index queries [B,T,U,u], keys [B,T,u], raw float32 head weights [B,T,U]."""
-        dtype, full = x_BTD.dtype, wide(x_BTD.dtype)
-        B, T, _ = x_BTD.shape
-        q_BTUu = (q_latent_BTQ @ use(self.q, dtype)).reshape(
-            B, T, self.cfg.num_heads, self.cfg.head_dim
-        )
-        k_BTu = self._normed_keys(x_BTD)
-        w_BTU = x_BTD.astype(full) @ use(self.weights, full)
+        heads = (*x_BTD.shape[:2], self.cfg.num_heads, self.cfg.head_dim)
+        q_BTUu = project(self, "q", q_latent_BTQ, drop=drop).reshape(heads)
+        k_BTu = self._normed_keys(x_BTD, drop)
+        w_BTU = project(self, "weights", x_BTD.astype(wide(x_BTD.dtype)), drop=drop)
         return self._turn(q_BTUu, at), self._turn(k_BTu[:, :, None], at)[:, :, 0], w_BTU
 
     def keys(self, x_BTD: jax.Array, at: At | None = None) -> jax.Array:
         """The index keys alone, [B, T, u]."""
         return self._turn(self._normed_keys(x_BTD)[:, :, None], at)[:, :, 0]
 
-    def _normed_keys(self, x_BTD: jax.Array) -> jax.Array:
+    def _normed_keys(self, x_BTD: jax.Array, drop: Drop | None = None) -> jax.Array:
         full = wide(x_BTD.dtype)
-        k_BTu = x_BTD @ use(self.k, x_BTD.dtype)
+        k_BTu = project(self, "k", x_BTD, drop=drop)
         weight, bias = use(self.k_norm, full), use(self.k_norm_bias, full)
         return layer_norm(k_BTu, weight, bias, self.cfg.k_norm_eps)
 
@@ -97,17 +100,17 @@ class Dsa(Mla):
         self.indexer = Indexer(dim, dsa, cfg, std, rngs)
 
     def attend(
-        self, x_BTD: jax.Array, parts: Latents, segment_ids_BT: jax.Array
-    ) -> tuple[jax.Array, dict]:
-        dtype = x_BTD.dtype
+        self, x_BTD: jax.Array, parts: Latents, segment_ids_BT: jax.Array,
+        drop: Drop | None = None,
+    ) -> tuple[jax.Array, dict]:  # fmt: skip
         assert parts.q_latent_BTQ is not None  # checked when the layer was built
         # The language loss must not train the indexer, nor its KL anything else: cut at its inputs.
         index = self.indexer(
-            jax.lax.stop_gradient(x_BTD), jax.lax.stop_gradient(parts.q_latent_BTQ)
+            jax.lax.stop_gradient(x_BTD), jax.lax.stop_gradient(parts.q_latent_BTQ), drop=drop
         )
         body = self._warmup if self.dsa.stage == "warmup" else self._sparse
         run = batch_local(body, (0,) * 8)
-        args = (*index, *parts[:4], segment_ids_BT, use(self.k_b, dtype), use(self.v_b, dtype))
+        args = (*index, *parts[:4], segment_ids_BT, *self.kv_maps(x_BTD.dtype))
         out_BTNh, kl_B, top = run(*args)
         return out_BTNh, {"indexer_kl": jnp.sum(kl_B), **self._max_aux(top)}
 
@@ -121,13 +124,12 @@ class Dsa(Mla):
         """Attention of one token over the rows that its indexer selects: float32 [B, 1, N, h]."""
         if self.dsa.stage == "warmup":
             return super().attend_cached(x_B1D, parts, cache, now)
-        dtype = x_B1D.dtype
         assert parts.q_latent_BTQ is not None
         at = At(now.position, cache.latent.shape[1])
         index = self.indexer(x_B1D, parts.q_latent_BTQ, at)
         run = batch_local(self._selected, (0,) * 11)
         rows = (*cache, now.padding_B, now.position)
-        return run(*index, *parts[:4], *rows, use(self.k_b, dtype), use(self.v_b, dtype))
+        return run(*index, *parts[:4], *rows, *self.kv_maps(x_B1D.dtype))
 
     def _selected(
         self, q_idx, k_idx, w_idx, q, q_rope, latent, k_rope, past, rope_past, idx_past,

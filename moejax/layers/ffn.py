@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.config import FfnConfig
-from moejax.layers.param import use, weight, wide
+from moejax.layers.adapter import Drop, project
+from moejax.layers.param import weight, wide
 from moejax.typing import Array, Float
 
 
@@ -49,7 +50,7 @@ class Glu(nnx.Module):
         )
         self.down = weight(rngs, (inner, dim), ("ffn", "embed"), std=std)
 
-    def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        both = jnp.einsum("btd,dgf->btgf", x_BTD, use(self.gate_up, x_BTD.dtype))
+    def __call__(self, x_BTD: jax.Array, drop: Drop | None = None) -> jax.Array:
+        both = project(self, "gate_up", x_BTD, drop=drop)
         hidden_BTF = activate(both[..., 0, :], both[..., 1, :], self.cfg)
-        return hidden_BTF @ use(self.down, x_BTD.dtype)
+        return project(self, "down", hidden_BTF, drop=drop)

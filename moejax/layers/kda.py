@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.config import KdaConfig
+from moejax.layers.adapter import Drop, project
 from moejax.layers.cache import KdaCache, Now
 from moejax.layers.param import use, vector, weight, wide
 from moejax.partitioning import batch_local
@@ -68,10 +69,12 @@ class Kda(nnx.Module):
         self.o_norm = vector(jnp.ones(h), (None,))
         self.o = weight(rngs, (N * h, dim), ("heads", "embed"), std=std)
 
-    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, dict]:
-        acts, weights = self._inputs(x_BTD)
+    def __call__(
+        self, x_BTD: jax.Array, segment_ids_BT: jax.Array, drop: Drop | None = None
+    ) -> tuple[jax.Array, dict]:
+        acts, weights = self._inputs(x_BTD, drop)
         y_BTNh = batch_local(self._attend, (0,) * 7)(*acts, segment_ids_BT, *weights)
-        return self._project_out(y_BTNh), {}
+        return self._project_out(y_BTNh, drop), {}
 
     def cached(self, x_BTD: jax.Array, cache: Any, now: Now) -> tuple[jax.Array, KdaCache]:
         """Output for the tokens at hand, and what the layer remembers after them.
@@ -88,29 +91,30 @@ class Kda(nnx.Module):
             y_BTNh, *memory = run(*acts, *cache, *weights)
         return self._project_out(y_BTNh), KdaCache(*memory)
 
-    def _inputs(self, x_BTD: jax.Array) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    def _inputs(
+        self, x_BTD: jax.Array, drop: Drop | None = None
+    ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
         """What goes into the mixing row by row: projections of x, and the small weights."""
-        cfg, dtype, full = self.cfg, x_BTD.dtype, wide(x_BTD.dtype)
+        cfg, full = self.cfg, wide(x_BTD.dtype)
         B, T, _ = x_BTD.shape
-        qkv = [jnp.einsum("btd,dnh->btnh", x_BTD, use(w, dtype)) for w in (self.q, self.k, self.v)]
+        qkv = [project(self, name, x_BTD, drop=drop) for name in "qkv"]
         taps = [use(w, full) for w in (self.q_conv, self.k_conv, self.v_conv)]
-        decay_BTNH = self._low_rank(x_BTD, "decay").reshape(B, T, cfg.num_heads, cfg.head_dim)
-        beta_BTN = x_BTD @ use(self.beta, dtype)
-        gate_BTNh = self._low_rank(x_BTD, "gate").reshape(B, T, cfg.num_heads, cfg.value_head_dim)
+        decay_BTNH = self._low_rank(x_BTD, "decay", drop).reshape(B, T, cfg.num_heads, cfg.head_dim)
+        beta_BTN = project(self, "beta", x_BTD, drop=drop)
+        gate_BTNh = self._low_rank(x_BTD, "gate", drop).reshape(
+            B, T, cfg.num_heads, cfg.value_head_dim
+        )
         small = (use(w, full) for w in (self.a_log, self.dt_bias, self.o_norm))
         return (*qkv, decay_BTNH, beta_BTN, gate_BTNh), (*taps, *small)
 
-    def _project_out(self, y_BTNh: jax.Array) -> jax.Array:
-        return y_BTNh.reshape(*y_BTNh.shape[:2], -1) @ use(self.o, y_BTNh.dtype)
+    def _project_out(self, y_BTNh: jax.Array, drop: Drop | None = None) -> jax.Array:
+        return project(self, "o", y_BTNh.reshape(*y_BTNh.shape[:2], -1), drop=drop)
 
-    def _low_rank(self, x_BTD: jax.Array, name: str) -> jax.Array:
+    def _low_rank(self, x_BTD: jax.Array, name: str, drop: Drop | None) -> jax.Array:
         """x through one map, or through its two low-rank factors where the config has them."""
-        dtype = x_BTD.dtype
         if hasattr(self, name):
-            return x_BTD @ use(getattr(self, name), dtype)
-        return (
-            x_BTD @ use(getattr(self, name + "_a"), dtype) @ use(getattr(self, name + "_b"), dtype)
-        )
+            return project(self, name, x_BTD, drop=drop)
+        return project(self, name + "_b", project(self, name + "_a", x_BTD, drop=drop), drop=drop)
 
     def _attend(self, q, k, v, decay, beta, gate, segment_ids, *weights):
         """What stands between the projections, row by row: convolution, delta rule, gated norm."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.config import MlaConfig
+from moejax.layers.adapter import Drop, adapters_on, project
 from moejax.layers.cache import LatentCache, Now
 from moejax.layers.norm import RmsNorm
 from moejax.layers.param import use, weight, wide
@@ -55,10 +56,12 @@ class Mla(nnx.Module):
             self.gate = weight(rngs, (dim, width), ("embed", "heads"), std=std)
         self.o = weight(rngs, (N * h, dim), ("heads", "embed"), std=std)
 
-    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, dict]:
-        parts = self.latents(x_BTD)
-        out_BTNh, aux = self.attend(x_BTD, parts, segment_ids_BT)
-        return self.project_out(x_BTD, out_BTNh), aux
+    def __call__(
+        self, x_BTD: jax.Array, segment_ids_BT: jax.Array, drop: Drop | None = None
+    ) -> tuple[jax.Array, dict]:
+        parts = self.latents(x_BTD, drop=drop)
+        out_BTNh, aux = self.attend(x_BTD, parts, segment_ids_BT, drop)
+        return self.project_out(x_BTD, out_BTNh, drop), aux
 
     def cached(self, x_BTD: jax.Array, cache: Any, now: Now) -> tuple[jax.Array, Any]:
         """Output for the tokens at hand, and their rows for the cache.
@@ -77,10 +80,22 @@ class Mla(nnx.Module):
 
     def attend_cached(self, x_B1D: jax.Array, parts: Latents, cache: Any, now: Now) -> jax.Array:
         """Attention of one token over the cache and itself: float32 [B, 1, N, h]."""
-        dtype = x_B1D.dtype
         run = batch_local(self._absorbed, (0,) * 7)
         rows = (cache.latent, cache.k_rope, now.padding_B, now.position)
-        return run(*parts[:4], *rows, use(self.k_b, dtype), use(self.v_b, dtype))
+        return run(*parts[:4], *rows, *self.kv_maps(x_B1D.dtype))
+
+    def kv_maps(self, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        """The maps from the latent to keys [C,N,H] and values [C,N,h], their adapter within.
+
+        Absorbed attention reads the maps themselves: no input passes through them that an adapter
+        could read beside.
+        """
+        k_b_CNH, v_b_CNh = use(self.k_b, dtype), use(self.v_b, dtype)
+        for _, adapter in adapters_on(self, "k_b"):
+            delta_CNX = adapter.delta(dtype)
+            k_b_CNH += delta_CNX[..., : k_b_CNH.shape[-1]]
+            v_b_CNh += delta_CNX[..., k_b_CNH.shape[-1] :]
+        return k_b_CNH, v_b_CNh
 
     def _absorbed(self, q, q_rope, latent, k_rope, past, rope_past, padding_B, position, k_b, v_b):
         put = jax.lax.dynamic_update_slice_in_dim
@@ -102,16 +117,16 @@ class Mla(nnx.Module):
         out_BTNC = (out_BTNC / total_BTN1).astype(q.dtype)
         return jnp.einsum("btnc,cnh->btnh", out_BTNC, v_b, **score)
 
-    def latents(self, x_BTD: jax.Array, at: At | None = None) -> Latents:
+    def latents(
+        self, x_BTD: jax.Array, at: At | None = None, *, drop: Drop | None = None
+    ) -> Latents:
         """Queries and latents of every position, rotated where the config rotates."""
-        cfg, dtype = self.cfg, x_BTD.dtype
+        cfg = self.cfg
         source, q_latent = x_BTD, None
         if cfg.q_latent:
-            source = q_latent = self.q_norm(x_BTD @ use(self.q_a, dtype))
-        q_BTNH = jnp.einsum(
-            "btq,qnh->btnh", source, use(self.q_b if cfg.q_latent else self.q, dtype)
-        )
-        both_BTC = x_BTD @ use(self.kv_a, dtype)
+            source = q_latent = self.q_norm(project(self, "q_a", x_BTD, drop=drop))
+        q_BTNH = project(self, "q_b" if cfg.q_latent else "q", source, drop=drop)
+        both_BTC = project(self, "kv_a", x_BTD, drop=drop)
         latent_BTC = self.kv_norm(both_BTC[..., : cfg.kv_latent])
         k_rope_BT1R = rotate(both_BTC[..., None, cfg.kv_latent :], cfg, cfg.rope, at)
         q_rope_BTNR = rotate(q_BTNH[..., cfg.nope_dim :], cfg, cfg.rope, at)
@@ -120,16 +135,16 @@ class Mla(nnx.Module):
         )
 
     def attend(
-        self, x_BTD: jax.Array, parts: Latents, segment_ids_BT: jax.Array
-    ) -> tuple[jax.Array, dict]:
+        self, x_BTD: jax.Array, parts: Latents, segment_ids_BT: jax.Array,
+        drop: Drop | None = None,
+    ) -> tuple[jax.Array, dict]:  # fmt: skip
         """Softmax attention over all visible keys.
 
         Returns:
           float32 [B, T, N, h], and the largest logit where asked.
         """
-        dtype = x_BTD.dtype
         run = batch_local(self._dense, (0,) * 5)
-        out, _, top = run(*parts[:4], segment_ids_BT, use(self.k_b, dtype), use(self.v_b, dtype))
+        out, _, top = run(*parts[:4], segment_ids_BT, *self.kv_maps(x_BTD.dtype))
         return out, self._max_aux(top)
 
     def _dense(self, q_BTNH, q_rope_BTNR, latent_BTC, k_rope_BTR, segment_ids_BT, k_b_CNH, v_b_CNh):
@@ -152,10 +167,13 @@ class Mla(nnx.Module):
     def _max_aux(self, top_ZN: jax.Array) -> dict:
         return {"max_logit": jnp.max(top_ZN, axis=0)} if self.track_max_logit else {}
 
-    def project_out(self, x_BTD: jax.Array, out_BTNh: jax.Array) -> jax.Array:
+    def project_out(
+        self, x_BTD: jax.Array, out_BTNh: jax.Array, drop: Drop | None = None
+    ) -> jax.Array:
         """Gate in float32, one rounding, output projection."""
         dtype = x_BTD.dtype
         if self.cfg.output_gate != "none":
-            logits = (x_BTD @ use(self.gate, dtype)).astype(wide(dtype))
+            logits = project(self, "gate", x_BTD, drop=drop).astype(wide(dtype))
             out_BTNh = out_BTNh * jax.nn.sigmoid(logits).reshape(*out_BTNh.shape[:3], -1)
-        return out_BTNh.astype(dtype).reshape(*x_BTD.shape[:2], -1) @ use(self.o, dtype)
+        flat = out_BTNh.astype(dtype).reshape(*x_BTD.shape[:2], -1)
+        return project(self, "o", flat, drop=drop)

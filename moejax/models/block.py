@@ -14,6 +14,7 @@ from flax import nnx
 from jax import lax
 
 from moejax.config import ModelConfig
+from moejax.layers.adapter import AdapterSpec, Drop, attach
 from moejax.layers.attn_res import AttnRes
 from moejax.layers.cache import LayerCache, Now
 from moejax.layers.dsa import Dsa
@@ -88,7 +89,9 @@ class DecoderLayer(nnx.Module):
     def __init__(
         self, cfg: ModelConfig, kind: LayerKind, rngs: nnx.Rngs, *,
         track_max_logit: bool = False, watch: bool = False, spread: Spread | None = None,
+        adapters: tuple[AdapterSpec, ...] = (), adapter_dropout: float = 0.0,
     ):  # fmt: skip
+        self.adapter_dropout = adapter_dropout
         self.cfg, self.kind, self.watch = cfg, kind, watch
         std, eps = cfg.init_std, cfg.norm_eps
         self.attn_norm, self.ffn_norm = RmsNorm(cfg.dim, eps), RmsNorm(cfg.dim, eps)
@@ -106,6 +109,7 @@ class DecoderLayer(nnx.Module):
             self.ffn = Glu(cfg.dim, cfg.ffn.dim, cfg.ffn, std, rngs)
         else:
             self.ffn = LatentMoe(cfg.dim, cfg.moe, cfg.ffn, eps, std, rngs, spread=spread)
+        attach(self, adapters, rngs)
 
     def __call__(
         self,
@@ -128,7 +132,7 @@ class DecoderLayer(nnx.Module):
         """
 
         def attend(x_BTD):
-            out_BTD, aux = self.attn(x_BTD, segment_ids_BT)
+            out_BTD, aux = self.attn(x_BTD, segment_ids_BT, self._drop_of(dropout_key, index))
             return out_BTD, {**aux, "bad_attention": _not_finite(out_BTD)} if self.watch else aux
 
         residual, aux, moe_aux = self._sublayers(
@@ -173,17 +177,24 @@ class DecoderLayer(nnx.Module):
         residual = residual.add(self._drop(out, dropout_key, 2 * index))
         x_BTD = self.ffn_norm(self._read(residual, "ffn_mix"))
         moe_aux: dict = {}
+        drop = self._drop_of(dropout_key, index)
         if isinstance(self.ffn, Glu):
-            out = self.ffn(x_BTD)
+            out = self.ffn(x_BTD, drop)
         else:
             pinned_BTA = None if pinned_XBTA is None else pinned_XBTA[index]
-            out, moe_aux = self.ffn(x_BTD, segment_ids_BT, pinned_BTA)
+            out, moe_aux = self.ffn(x_BTD, segment_ids_BT, pinned_BTA, drop)
         return residual.add(self._drop(out, dropout_key, 2 * index + 1)), beside, moe_aux
 
     def _read(self, residual: Residual, name: str) -> jax.Array:
         if not self.cfg.attn_res_block:
             return residual.running_sum()
         return getattr(self, name)(residual.sources_XBTD, residual.last + 1)
+
+    def _drop_of(self, key: jax.Array | None, index: jax.Array) -> Drop | None:
+        """Dropout of what this layer's adapters read."""
+        if key is None or not self.adapter_dropout:
+            return None
+        return Drop(jax.random.fold_in(key, index), self.adapter_dropout)
 
     def _drop(self, x_BTD: jax.Array, key: jax.Array | None, salt: jax.Array) -> jax.Array:
         if key is None or not self.cfg.dropout:

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from moejax.config import ModelConfig
+from moejax.layers.adapter import AdapterSpec, within_ranks
 from moejax.layers.attn_res import AttnRes
 from moejax.layers.cache import LayerCache, Now, read_layer, write_layer
 from moejax.layers.embed import Embed
@@ -22,6 +23,9 @@ from moejax.models.block import DecoderLayer, Residual, num_sources, start_resid
 from moejax.models.cache import DecodeCache, spread
 from moejax.models.grouping import LayerKind, Segment, segments_of
 from moejax.partitioning import constrain
+
+# Adapters of every stack's runs; empty without any.
+AdapterPlan = tuple[tuple[tuple[AdapterSpec, ...], ...], ...]
 
 
 def layer_kinds(cfg: ModelConfig) -> tuple[LayerKind, ...]:
@@ -35,10 +39,21 @@ class Stack(nnx.Module):
     Per run one module, whose parameters carry [repeats, count] in front.
     """
 
-    def __init__(self, cfg: ModelConfig, segment: Segment, rngs: nnx.Rngs, **options):
+    def __init__(
+        self, cfg: ModelConfig, segment: Segment, rngs: nnx.Rngs, *,
+        adapters: tuple[tuple[AdapterSpec, ...], ...] = (), **options,
+    ):  # fmt: skip
+        """
+        Args:
+          adapters: those of every run's layers; empty where there are none at all.
+        """
         self.segment = segment
         for i, run in enumerate(segment.runs):
-            layer = _stacked_layer(cfg, run.kind, (segment.repeats, run.count), rngs, options)
+            specs = adapters[i] if adapters else ()
+            layer = _stacked_layer(
+                cfg, run.kind, (segment.repeats, run.count), rngs, {**options, "adapters": specs}
+            )
+            within_ranks(layer, specs)
             setattr(self, f"run{i}", layer)
 
     def __call__(
@@ -142,14 +157,19 @@ class Decoder(nnx.Module):
     def __init__(
         self, cfg: ModelConfig, rngs: nnx.Rngs, *,
         track_max_logit: bool = False, watch: bool = False, spread: Spread | None = None,
+        adapters: AdapterPlan = (), adapter_dropout: float = 0.0,
     ):  # fmt: skip
         self.cfg = cfg
         self.embed = Embed(cfg.vocab_size, cfg.dim, cfg.init_std, rngs)
         segments = segments_of(layer_kinds(cfg))
-        options = {"track_max_logit": track_max_logit, "watch": watch, "spread": spread}
+        options: dict[str, Any] = {
+            "track_max_logit": track_max_logit, "watch": watch, "spread": spread,
+            "adapter_dropout": adapter_dropout,
+        }  # fmt: skip
         self.num_stacks = len(segments)
         for i, segment in enumerate(segments):
-            setattr(self, f"stack{i}", Stack(cfg, segment, rngs, **options))
+            runs = adapters[i] if adapters else ()
+            setattr(self, f"stack{i}", Stack(cfg, segment, rngs, adapters=runs, **options))
         if cfg.attn_res_block:
             self.final_mix = AttnRes(cfg.dim, cfg.norm_eps)
         self.final_norm = RmsNorm(cfg.dim, cfg.norm_eps)

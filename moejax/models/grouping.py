@@ -6,7 +6,7 @@ So a deep model compiles like a shallow one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
@@ -36,6 +36,15 @@ class Segment(NamedTuple):
     def period(self) -> int:
         """Layers in one repeat."""
         return sum(run.count for run in self.runs)
+
+
+def layer_places(segments: Sequence[Segment]) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """For each layer in order: its stack, its run, and its place in the stacked dims."""
+    for s, segment in enumerate(segments):
+        for repeat in range(segment.repeats):
+            for r, run in enumerate(segment.runs):
+                for i in range(run.count):
+                    yield s, r, (repeat, i)
 
 
 def runs_of(kinds: Sequence[LayerKind]) -> tuple[Run, ...]:

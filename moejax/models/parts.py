@@ -12,7 +12,7 @@ from flax import nnx
 from moejax.config import ModelConfig
 from moejax.layers.moe.placement import Spread
 from moejax.layers.param import Balance, param_infos
-from moejax.models.decoder import Decoder, layer_kinds
+from moejax.models.decoder import AdapterPlan, Decoder, layer_kinds
 from moejax.models.grouping import Segment, segments_of
 from moejax.partitioning import ParamInfo
 
@@ -60,7 +60,7 @@ class ModelParts(NamedTuple):
 
 def model_parts(
     cfg: ModelConfig, *, track_max_logit: bool = False, watch: bool = False,
-    spread: Spread | None = None,
+    spread: Spread | None = None, adapters: AdapterPlan = (), adapter_dropout: float = 0.0,
 ) -> ModelParts:  # fmt: skip
     """The parts of a model, without allocating any of it (2.8 T parameters take seconds).
 
@@ -70,8 +70,13 @@ def model_parts(
       watch: layers also say whether their outputs are finite (`bad_attention`, `bad_output`).
       spread: experts may lie in other slots than their numbers say; the balancing state then also
         holds where (`ffn.places`).
+      adapters: low-rank adapters of every run's layers (see `moejax.lora`).
+      adapter_dropout: share of what they read that is dropped in training.
     """
-    options: dict[str, Any] = {"track_max_logit": track_max_logit, "watch": watch, "spread": spread}
+    options: dict[str, Any] = {
+        "track_max_logit": track_max_logit, "watch": watch, "spread": spread,
+        "adapters": adapters, "adapter_dropout": adapter_dropout,
+    }  # fmt: skip
     abstract = nnx.eval_shape(lambda: Decoder(cfg, nnx.Rngs(params=0), **options))
     graph, *states = nnx.split(abstract, nnx.Param, Balance)
     params, balance = states
@@ -90,6 +95,7 @@ def flat_infos(infos: dict) -> list[ParamInfo]:
 def _part_of(name: str) -> str:
     """Which row of the parameter table a dotted name belongs to."""
     for needle, part in (
+        (".lora.", "adapters"),
         ("embed.", "embedding"), ("head.", "head"), (".experts.", "routed experts"),
         (".shared.", "shared experts"), (".router.", "router"), (".indexer.", "indexer"),
         ("latent_", "latent maps"), ("mix.", "attention residuals"), ("norm.", "norms"),

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
+from moejax.checkpoint.base import base_leaves, check_base, fingerprint, shown
 from moejax.checkpoint.layout import named_leaves
 from moejax.checkpoint.weights import Weights, open_weights, total_values
 from moejax.config import ConfigError, RunConfig
+from moejax.layers.adapter import is_adapter
+from moejax.lora import adapter_rows
 from moejax.models.hf_config_write import first_difference
-from moejax.train.state import Program, TrainState, abstract_tree, init_state
+from moejax.train.state import (
+    Program,
+    TrainState,
+    abstract_tree,
+    frozen_leaves,
+    init_state,
+)
+from moejax.train.trainable import split
 
 Say = Callable[[str], Any]
 
@@ -37,25 +48,13 @@ def start_from_weights(program: Program, say: Say) -> tuple[TrainState, Weights]
     if not taken:
         raise ConfigError(f"init_from={cfg.init_from}: no parameter of this model is in it.")
     arrays = weights.read(taken)
-    if fresh:
-        begun = init_state(program, cfg.seed)
-        own = named_leaves({"params": begun.params, "balance": begun.balance})
-        arrays |= {name: own[name] for name in fresh}
     _tell(say, cfg, weights, taken, fresh, left)
-    tree = {"params": program.abstract.params, "balance": program.abstract.balance}
-    ordered = [arrays[name] for name in named_leaves(tree)]
-    both = jax.tree.unflatten(jax.tree.structure(tree), ordered)
-    return init_state(program, cfg.seed, **both), weights
+    return init_state(program, cfg.seed, arrays), weights
 
 
 def _wanted(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
     tree = abstract_tree(program)
     return named_leaves({"params": tree["params"], "balance": tree["balance"]})
-
-
-def shown(name: str) -> str:
-    """`params/stack0/run0/attn/q` as users know it: `stack0.run0.attn.q`."""
-    return name.partition("/")[2].replace("/", ".")
 
 
 def _check_allowed(
@@ -64,6 +63,7 @@ def _check_allowed(
     patterns = cfg.init_allow
 
     def open_ones(names: list[str]) -> list[str]:
+        names = [n for n in names if not is_adapter(shown(n))]  # they start fresh anyway
         return [n for n in names if not any(fnmatch.fnmatchcase(shown(n), p) for p in patterns)]
 
     for names, problem, cure in (
@@ -97,7 +97,8 @@ def _tell(
     for module, leaves in modules.items():
         say(f"  taken   {module}: {' '.join(leaves)}")
     for name in fresh:
-        say(f"  fresh   {shown(name)}")
+        if not is_adapter(shown(name)):
+            say(f"  fresh   {shown(name)}")
     for name in left:
         say(f"  not taken   {shown(name)}")
     field = first_difference(cfg.model, weights.model)
@@ -109,3 +110,29 @@ def keep_for_export(weights: Weights | None, workdir: pathlib.Path) -> None:
     """What `moejax export-hf` needs to write the format that the weights came in."""
     if weights is not None and jax.process_index() == 0:
         weights.keep_for_export(workdir)
+
+
+def read_base(program: Program, step_dir: pathlib.Path, position: Mapping[str, Any]) -> dict:
+    """The frozen parameters of a LoRA run that goes on, compared with those it was started with."""
+    abstract = abstract_tree(program)["params"]
+    arrays = base_leaves(program.cfg, program.parts, frozen_leaves(program, abstract))
+    check_base(step_dir, program.cfg.init_from, position.get("base", {}), fingerprint(arrays))
+    _, frozen = split(abstract, program.trains)
+    return jax.tree.unflatten(jax.tree.structure(frozen), list(arrays.values()))
+
+
+def tell_adapters(program: Program, say: Say) -> None:
+    """One line a kind of adapted map, and how much of the model is trained."""
+    assert program.selection is not None
+    rows = adapter_rows(program.selection.targets, shared_a=program.cfg.lora.shared_a)
+    trained, frozen = split(program.abstract.params, program.trains)
+    say("adapters:")
+    for row in rows:
+        say(
+            f"  {row.count:>4} x {row.module} ({row.kind}): A {row.a}, B {row.b}, "
+            f"{row.parameters:,} parameters"
+        )
+    sizes = [sum(math.prod(x.shape) for x in jax.tree.leaves(tree)) for tree in (trained, frozen)]
+    say(f"  {sizes[0]:,} parameters trained, {sizes[1]:,} frozen")
+    for warning in program.selection.warnings:
+        say(f"warning: {warning}")

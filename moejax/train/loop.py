@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from moejax.checkpoint import Checkpoints
+from moejax.checkpoint.base import fingerprint
 from moejax.config import as_dict
 from moejax.data import TrainIterator
 from moejax.models.flops import train_flops_per_token
@@ -21,7 +22,7 @@ from moejax.train.evaluate import EvalResult, Evaluator, put_batch
 from moejax.train.placement import Placer, without_places
 from moejax.train.samples import Samples
 from moejax.train.signals import StopRequest
-from moejax.train.state import Program, TrainState, as_tree
+from moejax.train.state import Program, TrainState, as_tree, frozen_leaves, saved_part
 from moejax.train.step import train_step
 from moejax.train.xla_flags import compiler_options
 
@@ -61,6 +62,9 @@ class Loop:
         self.sets, self.samples = dict(sets or {}), samples
         self.loads, self.placer = loads, placer
         self.cfg = program.cfg
+        self.base = None
+        if program.has_base:
+            self.base = fingerprint(frozen_leaves(program, state.params))
         self.start_step = int(state.step)
         self.tokens = tokens
         self.step_tokens = self.cfg.data.batch_size * self.cfg.data.seq_len
@@ -270,12 +274,15 @@ class Loop:
         if self.placer is not None:
             position["placement"] = self.placer.position()
             self.state = self.placer.in_order(self.state)
+        if self.base is not None:
+            position["base"] = self.base
+        state = self.state._replace(balance=without_places(self.state.balance))
         metrics = {
             k: v for k, v in self.last.items() if k in ("eval_loss", "loss") and v is not None
         }
         self.checkpoints.save(
             step,
-            as_tree(self.state._replace(balance=without_places(self.state.balance)), self.cfg.seed),
+            saved_part(self.program, as_tree(state, self.cfg.seed)),
             position=position,
             config=as_dict(self.cfg),
             metrics=metrics,

@@ -27,6 +27,7 @@ from moejax.data import (
     make_eval_sets,
     make_train_iterator,
 )
+from moejax.lora import write_adapters
 from moejax.observability import (
     LoadLog,
     Progress,
@@ -39,7 +40,12 @@ from moejax.observability.plots import plot_run
 from moejax.partitioning import describe_mesh, make_mesh
 from moejax.train.compile import enable_cache
 from moejax.train.evaluate import Evaluator
-from moejax.train.initial import keep_for_export, start_from_weights
+from moejax.train.initial import (
+    keep_for_export,
+    read_base,
+    start_from_weights,
+    tell_adapters,
+)
 from moejax.train.lock import sole_run
 from moejax.train.loop import Loop
 from moejax.train.placement import Placer, open_placer
@@ -54,7 +60,9 @@ from moejax.train.state import (
     build_program,
     from_tree,
     init_state,
+    saved_part,
 )
+from moejax.train.trainable import merge
 from moejax.version import __version__
 
 
@@ -109,6 +117,8 @@ def run(
         return _already_finished(cfg, workdir, checkpoints, latest)
     with sole_run(workdir):
         self_check(cfg.with_hosts(), program.mesh, _say)
+        if program.selection is not None:
+            tell_adapters(program, _say)
         result, summary = _train(program, placer, workdir, corpora, checkpoints)
         if summary is not None:
             summary = dataclasses.replace(
@@ -162,6 +172,8 @@ def _train(
         found = last_metrics(workdir, latest), checkpoints.path(latest), latest
         return TrainResult(*found, "data used up before"), None
     _write_facts(cfg, workdir, tokenizer, corpora, mesh)
+    if program.selection is not None and not jax.process_index():
+        write_adapters(workdir, program.selection.targets, shared_a=cfg.lora.shared_a)
     keep_for_export(weights, workdir)
     writers = open_writers(workdir, cfg.log, first_step=start + 1)
     loads = _open_loads(program, workdir, first_step=start + 1)
@@ -209,11 +221,16 @@ def restore_or_init(
     """
     cfg = program.cfg
     if checkpoints.latest_step() is not None:
-        restored = checkpoints.restore(None, abstract_tree(program), fallback=True)
+        wanted = saved_part(program, abstract_tree(program))
+        restored = checkpoints.restore(None, wanted, fallback=True)
         if restored.warning:
             say(f"warning: {restored.warning}")
         say(f"resuming from {checkpoints.path(restored.step)}")
-        return from_tree(restored.state), restored.position, None
+        state = from_tree(restored.state)
+        if program.has_base:
+            base = read_base(program, checkpoints.path(restored.step), restored.position)
+            state = state._replace(params=merge(state.params, base))
+        return state, restored.position, None
     if not cfg.init_from:
         return init_state(program, cfg.seed), {}, None
     state, weights = start_from_weights(program, say)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +11,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from moejax.checkpoint.layout import named_leaves
 from moejax.config import RunConfig
-from moejax.models.parts import ModelParts, model_parts
+from moejax.layers.param import drawing_options
+from moejax.lora import Selection, adapted_parts
+from moejax.models.parts import ModelParts
 from moejax.optim import build_optimizer, state_shardings
 from moejax.partitioning import shardings_for
 from moejax.train.trainable import split, stored_params, trainable_mask
@@ -30,7 +34,7 @@ class Program(NamedTuple):
     """What stays the same for a whole run: model, optimizer, mesh, and where the state lives.
 
     `trains` tells for every parameter whether the run trains it; the others have no gradient and
-    no optimizer state.
+    no optimizer state. `selection` says which maps have low-rank adapters, None without any.
     """
 
     cfg: RunConfig
@@ -40,11 +44,19 @@ class Program(NamedTuple):
     abstract: TrainState
     shardings: TrainState
     trains: dict
+    selection: Selection | None = None
+
+    @property
+    def has_base(self) -> bool:
+        """Whether the run trains adapters, over a base that its checkpoints do not hold."""
+        return self.selection is not None
 
 
 def build_program(cfg: RunConfig, mesh: Mesh) -> Program:
     """Model and optimizer as data, with a sharding for every array; nothing is allocated."""
-    parts = model_parts(cfg.with_hosts().model, track_max_logit=cfg.optim.qk_clip > 0)
+    parts, selection = adapted_parts(cfg.with_hosts(), track_max_logit=cfg.optim.qk_clip > 0)
+    if selection is not None:
+        cfg = cfg.replace(model=cfg.model.replace(dsa=parts.cfg.dsa))
     param_shardings = shardings_for(parts.infos, parts.params, mesh)
     trains = trainable_mask(cfg.train, parts.infos)
     params = stored_params(cfg.train, parts.params, parts.infos, trains)
@@ -59,36 +71,36 @@ def build_program(cfg: RunConfig, mesh: Mesh) -> Program:
         jax.tree.map(lambda _: everywhere, parts.balance),
         everywhere,
     )
-    return Program(cfg, parts, optimizer, mesh, abstract, shardings, trains)
+    return Program(cfg, parts, optimizer, mesh, abstract, shardings, trains, selection)
 
 
 def init_state(
-    program: Program, seed: int, params: dict | None = None, balance: dict | None = None
+    program: Program, seed: int, given: Mapping[str, jax.Array] | None = None
 ) -> TrainState:
     """A fresh state, made sharded inside jit: the same numbers on every mesh.
 
     Args:
       seed: of the initial weights.
-      params: weights to start from instead of fresh ones.
-      balance: balancing state that belongs to them.
+      given: leaves to start from instead of fresh ones, named `params/...` and `balance/...`;
+        consumed.
     """
 
-    def build(key: jax.Array, params: dict | None, balance: dict | None) -> TrainState:
-        fresh, even = program.parts.init(key)
-        params = fresh if params is None else params
-        balance = even if balance is None else balance
+    def build(key: jax.Array, given: dict[str, jax.Array]) -> TrainState:
+        params, balance = program.parts.init(key)
+        tree = {"params": params, "balance": balance}
+        leaves = [given.get(name, leaf) for name, leaf in named_leaves(tree).items()]
+        tree = jax.tree.unflatten(jax.tree.structure(tree), leaves)
+        params, balance = tree["params"], tree["balance"]
         params = jax.tree.map(lambda p, a: p.astype(a.dtype), params, program.abstract.params)
         opt_state = program.optimizer.init(split(params, program.trains)[0])
         return TrainState(params, opt_state, balance, jnp.zeros((), jnp.int32))
 
-    # Drawing a hundred arrays once is all compile time on a CPU: no optimisation there, three times
-    # faster.
-    on_cpu = program.mesh.devices.flat[0].platform == "cpu"
-    options = {"xla_backend_optimization_level": 0} if on_cpu else None
+    options = drawing_options(program.mesh)
     with jax.set_mesh(program.mesh):
-        return jax.jit(build, out_shardings=program.shardings, compiler_options=options)(
-            jax.random.key(seed), params, balance
+        begin = jax.jit(
+            build, out_shardings=program.shardings, compiler_options=options, donate_argnums=1
         )
+        return begin(jax.random.key(seed), dict(given or {}))
 
 
 def as_tree(state: TrainState, seed: int) -> dict:
@@ -100,6 +112,18 @@ def as_tree(state: TrainState, seed: int) -> dict:
         "step": state.step,
         "rng": jax.random.key_data(jax.random.key(seed)),
     }
+
+
+def saved_part(program: Program, tree: dict) -> dict:
+    """What of such a tree a checkpoint holds: of a LoRA run the trained parameters only."""
+    if not program.has_base:
+        return tree
+    return tree | {"params": split(tree["params"], program.trains)[0]}
+
+
+def frozen_leaves(program: Program, params: dict) -> dict[str, Any]:
+    """The base of a LoRA run out of its parameters (or their shapes), by name."""
+    return named_leaves({"params": split(params, program.trains)[1]})
 
 
 def from_tree(tree: dict) -> TrainState:

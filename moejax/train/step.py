@@ -184,6 +184,8 @@ def _next_balance(program: Program, balance: dict, aux) -> dict:
 
     Each run's biases [repeats, count, E] from what its layers measured.
     """
+    if program.has_base:  # the experts keep the loads that they were trained with
+        return balance
     out = jax.tree.map(lambda leaf: leaf, balance)  # fresh dicts
     for stack, run, kind, values in _each_run(program, aux):
         if kind.ffn == "moe":

@@ -9,11 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from moejax.config import ConfigError, TrainConfig
+from moejax.layers.adapter import is_adapter
 from moejax.layers.param import is_kept_float32
+from moejax.partitioning import ParamInfo
 
 
 def trainable_mask(cfg: TrainConfig, infos: dict) -> dict:
     """True for every parameter that `train.trainable` names; all of them where it is empty.
+
+    Of a model with adapters: the adapters, and what it names besides.
 
     Args:
       cfg: its `trainable` are patterns of dotted names, `*` for anything.
@@ -30,12 +34,13 @@ def trainable_mask(cfg: TrainConfig, infos: dict) -> dict:
                 f"train.trainable: {pattern!r} matches no parameter; names are like {names[0]!r} "
                 "(`moejax config --sharding` lists them)."
             )
-    return jax.tree.map(
-        lambda info: (
-            not cfg.trainable or any(fnmatch.fnmatchcase(info.name, p) for p in cfg.trainable)
-        ),
-        infos,
-    )
+    everything = not cfg.trainable and not any(map(is_adapter, names))
+
+    def trains(info: ParamInfo) -> bool:
+        named = any(fnmatch.fnmatchcase(info.name, p) for p in cfg.trainable)
+        return everything or named or is_adapter(info.name)
+
+    return jax.tree.map(trains, infos)
 
 
 def split(tree: dict, mask: dict) -> tuple[dict, dict]:

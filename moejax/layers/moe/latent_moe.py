@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.config import FfnConfig, MoeConfig
+from moejax.layers.adapter import Drop, project
 from moejax.layers.ffn import Glu
 from moejax.layers.moe.balance import aux_loss_rows, histogram
 from moejax.layers.moe.experts import Experts
 from moejax.layers.moe.placement import MAX_PLACES, Spread, canonical, look_up, place_tables
 from moejax.layers.moe.router import Router
 from moejax.layers.norm import RmsNorm
-from moejax.layers.param import Balance, use, weight
+from moejax.layers.param import Balance, weight
 from moejax.partitioning import batch_local
 from moejax.partitioning.expert_exchange import Copies, exchange_experts
 from pallas_kernels.permute import plan_permute
@@ -51,11 +52,12 @@ class LatentMoe(nnx.Module):
                 self.sources = Balance(jnp.asarray(sources_K), axes=(None,))
 
     def __call__(
-        self, x_BTD: jax.Array, segment_ids_BT: jax.Array, pinned_BTA: jax.Array | None = None
-    ) -> tuple[jax.Array, dict]:
-        cfg, dtype = self.cfg, x_BTD.dtype
+        self, x_BTD: jax.Array, segment_ids_BT: jax.Array, pinned_BTA: jax.Array | None = None,
+        drop: Drop | None = None,
+    ) -> tuple[jax.Array, dict]:  # fmt: skip
+        cfg = self.cfg
         valid_BT = segment_ids_BT > 0
-        ids_BTA, weights_BTA, scores_BTE = self.router(x_BTD, pinned_BTA)
+        ids_BTA, weights_BTA, scores_BTE = self.router(x_BTD, pinned_BTA, drop)
         aux = self._balance_aux(ids_BTA, scores_BTE, valid_BT)
         # Padding goes to no expert; so do, where a capacity is set, the tokens past it (and those
         # are counted).
@@ -64,7 +66,7 @@ class LatentMoe(nnx.Module):
             kept_BTA = batch_local(self._within_capacity, (0,))(sent_BTA)
             aux["dropped"] = jnp.sum((kept_BTA != sent_BTA), dtype=jnp.int32)
             sent_BTA = kept_BTA
-        latent_BTL = x_BTD @ use(self.latent_down, dtype) if cfg.latent_dim else x_BTD
+        latent_BTL = project(self, "latent_down", x_BTD, drop=drop) if cfg.latent_dim else x_BTD
         routed_BTL, stats = exchange_experts(
             latent_BTL, self._places(sent_BTA), weights_BTA,
             self.experts.weights(), self.experts.row_fn(),
@@ -76,7 +78,7 @@ class LatentMoe(nnx.Module):
         )  # fmt: skip
         aux |= {"rounds": stats.rounds, "sent_bytes": stats.sent_bytes}
         aux["sent_bytes_network"] = stats.network_bytes
-        return self._finish(x_BTD, routed_BTL), aux
+        return self._finish(x_BTD, routed_BTL, drop), aux
 
     def _places(self, ids_BTA: jax.Array) -> jax.Array:
         """Where the exchange finds the experts of each token; copies take turns by its number."""
@@ -97,12 +99,14 @@ class LatentMoe(nnx.Module):
             return None
         return Copies(self.sources[...], MAX_PLACES - 1)
 
-    def _finish(self, x_BTD: jax.Array, routed_BTL: jax.Array) -> jax.Array:
+    def _finish(
+        self, x_BTD: jax.Array, routed_BTL: jax.Array, drop: Drop | None = None
+    ) -> jax.Array:
         out = routed_BTL
         if self.cfg.latent_dim:
             out = self.latent_norm(out) if self.cfg.latent_norm else out
-            out = out @ use(self.latent_up, x_BTD.dtype)
-        return out + self.shared(x_BTD) if self.cfg.num_shared else out
+            out = project(self, "latent_up", out, drop=drop)
+        return out + self.shared(x_BTD, drop) if self.cfg.num_shared else out
 
     def _balance_aux(self, ids_BTA, scores_BTE, valid_BT) -> dict:
         """Load of every expert, and what the chosen balancing needs.

@@ -11,7 +11,8 @@ from flax import nnx
 from jax import lax
 
 from moejax.config import MoeConfig
-from moejax.layers.param import Balance, use, weight, wide
+from moejax.layers.adapter import Drop, project
+from moejax.layers.param import Balance, weight, wide
 from moejax.partitioning import batch_local
 from moejax.typing import Array, Float, Int
 
@@ -84,7 +85,7 @@ class Router(nnx.Module):
         self.bias = Balance(jnp.zeros(cfg.num_experts, jnp.float32), axes=(None,))
 
     def __call__(
-        self, x_BTD: jax.Array, pinned_BTA: jax.Array | None = None
+        self, x_BTD: jax.Array, pinned_BTA: jax.Array | None = None, drop: Drop | None = None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Ids [B,T,A], weights [B,T,A], scores [B,T,E].
 
@@ -92,7 +93,7 @@ class Router(nnx.Module):
           pinned_BTA: experts to take instead of the chosen ones; weights are theirs.
         """
         cfg, full = self.cfg, wide(x_BTD.dtype)
-        logits = jnp.matmul(x_BTD.astype(full), use(self.weight, full), precision="highest")
+        logits = project(self, "weight", x_BTD.astype(full), drop=drop, precision="highest")
         # Per device: XLA gathers the whole batch before a top-k that it partitions itself.
         ids, weights = batch_local(self._route, (0,))(logits, self.bias[...])
         scores = scores_of(logits, cfg.score)

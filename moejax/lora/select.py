@@ -1,0 +1,150 @@
+"""From the config's targets to adapters: PEFT's rule of suffixes, and regular expressions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from moejax.config import ConfigError, LoraConfig, nearest
+from moejax.layers.adapter import AdapterSpec
+from moejax.lora.maps import LinearMap
+from moejax.models.decoder import AdapterPlan
+from moejax.models.grouping import Segment
+
+
+class Target(NamedTuple):
+    """A map that gets an adapter, its rank, and what the product is multiplied by."""
+
+    map: LinearMap
+    rank: int
+    scale: float
+
+
+class Selection(NamedTuple):
+    """What a config's targets come to.
+
+    Attributes:
+      targets: in the order of layers.
+      plan: the same as the decoder takes it.
+      warnings: a line for every target that names maps of several kinds.
+    """
+
+    targets: list[Target]
+    plan: AdapterPlan
+    warnings: list[str]
+
+
+def select_adapters(
+    cfg: LoraConfig, maps: Sequence[LinearMap], segments: Sequence[Segment]
+) -> Selection:
+    """The adapters that the config asks for.
+
+    A map is a target if its name is an entry of `targets` or ends in a dot and one (PEFT's rule),
+    or if `target_regex` matches all of it; routed experts only by `target_parameters`, the same
+    rule, as in PEFT, where they are parameters and no modules.
+
+    Raises:
+      ConfigError: a target that matches nothing, or nothing targeted; several kinds under
+        `strict`; neighbours in a scan with different scales.
+    """
+    plain = [m for m in maps if not m.num_experts]
+    experts = [m for m in maps if m.num_experts]
+    chosen: dict[str, LinearMap] = {}
+    warnings = []
+    for field, among in (("targets", plain), ("target_parameters", experts)):
+        for target in getattr(cfg, field):
+            found = [m for m in among if m.name == target or m.name.endswith("." + target)]
+            if not found:
+                raise ConfigError(_no_match(field, target, among, experts))
+            kinds = list(dict.fromkeys(m.kind for m in found))
+            if len(kinds) > 1:
+                warnings.append(
+                    f"lora.{field}: {target!r} matches {len(found)} maps of {len(kinds)} kinds: "
+                    f"{', '.join(kinds)}"
+                )
+            chosen |= {m.name: m for m in found}
+    if cfg.target_regex:
+        found = [m for m in plain if re.fullmatch(cfg.target_regex, m.name)]
+        if not found:
+            raise ConfigError(_no_match("target_regex", cfg.target_regex, plain, experts))
+        chosen |= {m.name: m for m in found}
+    if warnings and cfg.strict:
+        raise ConfigError(
+            warnings[0] + ". Name them apart (lora.target_regex), or set lora.strict=False."
+        )
+    if not chosen:
+        raise ConfigError(
+            f"lora.rank={cfg.rank} but nothing is targeted: set lora.targets, for instance "
+            "('q_proj', 'k_proj', 'gate'), lora.target_regex or lora.target_parameters."
+        )
+    _check_dropout(cfg, chosen.values())
+    targets = [
+        Target(m, cfg.rank_of(m.name), cfg.scale_of(m.name)) for m in maps if m.name in chosen
+    ]
+    return Selection(targets, _plan(cfg, targets, segments), warnings)
+
+
+def _no_match(
+    field: str, target: str, among: Iterable[LinearMap], experts: Sequence[LinearMap]
+) -> str:
+    words = sorted({m.name.rpartition(".")[2] for m in among})
+    example = next(iter(among), None)
+    if field == "targets" and any(m.name.endswith("." + target) for m in experts):
+        return (
+            f"lora.targets: {target!r} are routed experts, which PEFT names as parameters: put it "
+            "into lora.target_parameters."
+        )
+    close = nearest(target, words)
+    hint = f"nearest: {', '.join(close)}" if close else f"there are {', '.join(words) or 'none'}"
+    like = f" (names are like {example.name!r})" if example else ""
+    return f"lora.{field}: {target!r} matches no linear map; {hint}{like}."
+
+
+def _check_dropout(cfg: LoraConfig, chosen: Iterable[LinearMap]) -> None:
+    """Maps that no input passes through on its own have nothing to drop."""
+    if not cfg.dropout:
+        return
+    for one in chosen:
+        if one.num_experts or one.adapter == "kv_b_proj":
+            raise ConfigError(
+                f"lora.dropout={cfg.dropout} does not go with an adapter on {one.name}: "
+                + ("routed experts read" if one.num_experts else "absorbed attention reads")
+                + " the map itself. Set lora.dropout=0, or leave the map out."
+            )
+
+
+def _plan(cfg: LoraConfig, targets: Sequence[Target], segments: Sequence[Segment]) -> AdapterPlan:
+    """Adapters of every stack's runs."""
+    groups: dict[tuple, list[Target]] = {}
+    for target in targets:
+        m = target.map
+        groups.setdefault((m.stack, m.run, m.owner, m.adapter), []).append(target)
+    plan: list[list[list[AdapterSpec]]] = [[[] for _ in s.runs] for s in segments]
+    for (stack, run, owner, adapter), members in groups.items():
+        segment = segments[stack]
+        first = members[0]
+        ranks = [[0] * segment.runs[run].count for _ in range(segment.repeats)]
+        for member in members:
+            if member.scale != first.scale:
+                raise ConfigError(
+                    f"lora: {first.map.name} and {member.map.name} are layers of one scan, and "
+                    f"their adapters have scales {first.scale:g} and {member.scale:g}. Give such "
+                    "layers one lora.alpha_pattern (and, as the scale depends on it, one rank)."
+                )
+            repeat, count = member.map.place
+            ranks[repeat][count] = member.rank
+        plan[stack][run].append(
+            AdapterSpec(
+                owner,
+                adapter,
+                first.map.leaves,
+                first.map.at,
+                max(m.rank for m in members),
+                first.scale,
+                tuple(map(tuple, ranks)),
+                cfg.init,
+                cfg.shared_a and first.map.num_experts > 0,
+            )  # fmt: skip
+        )
+    return tuple(tuple(tuple(specs) for specs in runs) for runs in plan)
