@@ -1,6 +1,7 @@
 """Text to batches: sources, tokenizers, packing, pipeline (level 5)."""
 
 from moejax.data.build_cache import prepare
+from moejax.data.chat_report import ChatFacts, chat_facts
 from moejax.data.corpus import Corpus
 from moejax.data.evaluation import EvalBatches, make_eval_batches, make_eval_sets
 from moejax.data.hf_tokenizer import HfTokenizer
@@ -21,6 +22,7 @@ from moejax.data.tokenize import (
 
 __all__ = [
     "ByteTokenizer",
+    "ChatFacts",
     "Corpus",
     "Documents",
     "EvalBatches",
@@ -31,6 +33,7 @@ __all__ = [
     "TiktokenTokenizer",
     "Tokenizer",
     "TrainIterator",
+    "chat_facts",
     "get_tokenizer",
     "load_corpus",
     "load_tokenizer",

@@ -70,6 +70,10 @@ def prepare(
         raise ConfigError(
             f"data.source='cache'{where} is tokenised already: there is nothing to prepare."
         )
+    if any(source.source == "chat" for source in sources.values()):
+        raise ConfigError(
+            "data.source='chat' has no cache: conversations are rendered when a run begins."
+        )
     opened = {
         name: {split: SplitTexts.of(source, split) for split in SPLITS}
         for name, source in sources.items()
@@ -147,8 +151,10 @@ def _read_plan(path: Path) -> dict[str, Any]:
 
 
 def _source_fields(cfg: SourceFields) -> dict[str, Any]:
-    """What decides the documents of a source."""
-    return {f.name: getattr(cfg, f.name) for f in dataclasses.fields(SourceFields)}
+    """What decides the documents of a source; what only conversations have is left out."""
+    chat = ("train_on", "too_long", "chat_template")
+    fields = (field.name for field in dataclasses.fields(SourceFields) if field.name not in chat)
+    return {name: getattr(cfg, name) for name in fields}
 
 
 def _first(texts: SplitTexts) -> str:

@@ -17,6 +17,7 @@ from moejax.config import ConfigError
 
 if TYPE_CHECKING:
     from moejax.data.cache import TokenCache
+    from moejax.data.chat import ChatRules
 
 Split = Literal["train", "validation", "all"]
 # Documents read at once: enough to be fast, few enough to fit whatever their size.
@@ -115,6 +116,7 @@ class Corpus:
       sha256: hash over every name and text; equal exactly when the split holds the same documents.
       parts: the members of a mixture, whose documents stand here one behind the other.
       cache: where the tokens are, when the documents are tokenised already; then there is no text.
+      chat: how the documents become tokens, when they are records of conversations.
     """
 
     name: str
@@ -124,6 +126,7 @@ class Corpus:
     sha256: str
     parts: tuple[Corpus, ...] = ()
     cache: TokenCache | None = None
+    chat: ChatRules | None = None
 
     def __len__(self) -> int:
         return len(self.texts)

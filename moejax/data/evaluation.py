@@ -8,9 +8,10 @@ import numpy as np
 
 from moejax.config import ConfigError, DataConfig, RunConfig
 from moejax.data.corpus import Corpus
-from moejax.data.packing import Documents, PackedRows, Row, padding_row, tokenize_corpus
+from moejax.data.packing import Documents, Row, pack, padding_row, tokenize_corpus
 from moejax.data.sources import load_corpus
 from moejax.data.tokenize import Tokenizer
+from moejax.data.whole_rows import WholeRows
 
 Batch = dict[str, np.ndarray]
 Shard = tuple[int, int]
@@ -25,10 +26,10 @@ class EvalBatches:
     """A whole split in fixed order, to be iterated as often as wanted.
 
     Attributes:
-      num_bytes: bytes of the split's texts.
+      num_bytes: bytes of the split's texts; of conversations, of what is learned.
       num_tokens: its tokens, every document's eos counted.
       num_labels: positions that have a label; a row's first token and a document's first have none.
-      bytes_per_token: num_bytes / num_tokens.
+      bytes_per_token: num_bytes / num_tokens; of conversations, / num_labels.
     """
 
     def __init__(
@@ -41,19 +42,23 @@ class EvalBatches:
         document_ids: bool = False,
         max_rows: int = 0,
     ):
-        self._rows = PackedRows(documents, np.arange(len(documents)), seq_len)
+        self._rows = pack(documents, np.arange(len(documents)), seq_len)
+        if not self._rows.num_rows:
+            raise ConfigError(
+                f"every conversation of the held-out data is longer than data.seq_len={seq_len}. "
+                "Raise it, or set data.too_long='truncate'."
+            )
         self._padding = padding_row(seq_len, documents.eos_id)
         self._batch_size, self._shard = batch_size, shard
         self._with_ids = document_ids
         self._num_rows = min(max_rows or self._rows.num_rows, self._rows.num_rows)
         if document_ids:
             self._padding["document_ids"] = np.full(seq_len, -1, np.int32)
-        self.num_bytes, self.num_tokens = num_bytes, self._rows.num_tokens
-        self.bytes_per_token = num_bytes / self.num_tokens
-        # A segment loses one label, its last: as many segments as there are borders of documents or
-        # of rows.
-        borders = np.union1d(documents.starts[:-1], np.arange(0, self.num_tokens, seq_len))
-        self.num_labels = self.num_tokens - len(borders)
+        self.num_tokens, self.num_labels = self._rows.num_tokens, self._rows.num_labels
+        self.num_bytes, counted = num_bytes, self.num_tokens
+        if isinstance(self._rows, WholeRows):
+            self.num_bytes, counted = self._rows.num_bytes, self.num_labels
+        self.bytes_per_token = self.num_bytes / counted
 
     def __len__(self) -> int:
         return -(-self._num_rows // self._batch_size)

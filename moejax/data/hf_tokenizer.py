@@ -87,6 +87,12 @@ class HfTokenizer:
         encoded = self._hf.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(one.ids, np.int32) for one in encoded]
 
+    def encode_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids, specials read, and the first and last-plus-one character of every token."""
+        encoded = self._with_specials.encode(text, add_special_tokens=False)
+        offsets = np.asarray(encoded.offsets, np.int64).reshape(-1, 2)
+        return np.asarray(encoded.ids, np.int32), offsets[:, 0], offsets[:, 1]
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes the token adds to a text, where `is_bytewise` says that there are such."""
         piece = None if token in self._hidden else self._hf.id_to_token(token)
@@ -105,6 +111,10 @@ class HfTokenizer:
     def decode(self, ids: Int[np.ndarray, "T"]) -> str:
         """The text of the ids, special tokens left out."""
         return self._hf.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=True)
+
+    def show(self, ids: Int[np.ndarray, "T"]) -> str:
+        """The text of the ids, special tokens by their names."""
+        return self._hf.decode(np.asarray(ids, np.int64).tolist(), skip_special_tokens=False)
 
 
 def _parse(path: str | os.PathLike[str], data: bytes) -> tokenizers.Tokenizer:

@@ -11,13 +11,15 @@ import logging
 from collections.abc import Iterator
 
 import numpy as np
-from jaxtyping import Int, Integer
+from jaxtyping import Bool, Int, Integer
 
+from moejax.config import ConfigError
 from moejax.data.cache import TokenShards
+from moejax.data.chat import ChatEncoder, ChatRules
 from moejax.data.corpus import CHUNK, Corpus, LazyTexts
 from moejax.data.tokenize import Tokenizer
+from moejax.data.whole_rows import IGNORED, WholeRows
 
-IGNORED = -100
 # Bytes of text above which tokenising at every start is worth a remark: about a minute's work.
 _LARGE = 500_000_000
 _LOG = logging.getLogger(__name__)
@@ -33,11 +35,17 @@ class Documents:
       starts: int64, where document i begins; one more entry than documents, the last is the number
         of tokens.
       eos_id: the closing token, which also stands where a row is padded.
+      trained: of conversations, which tokens are learned; they are packed whole then.
+      trained_bytes: bytes of the learned text of each of them.
+      too_long: "drop" or "truncate" those that do not fit a row.
     """
 
     tokens: Integer[np.ndarray, "M"] | TokenShards
     starts: Int[np.ndarray, "X"]
     eos_id: int
+    trained: Bool[np.ndarray, "M"] | None = None
+    trained_bytes: Int[np.ndarray, "X"] | None = None
+    too_long: str = "drop"
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -69,6 +77,8 @@ def tokenize_corpus(tokenizer: Tokenizer, corpus: Corpus) -> Documents:
     Raises:
       ConfigError: a cache was made with another tokenizer.
     """
+    if corpus.chat is not None:
+        return _conversations(tokenizer, corpus, corpus.chat)
     if corpus.parts:
         return _joined([tokenize_corpus(tokenizer, part) for part in corpus.parts])
     if corpus.cache is not None:
@@ -93,9 +103,31 @@ def tokenize_corpus(tokenizer: Tokenizer, corpus: Corpus) -> Documents:
     return Documents.from_token_lists(tokenizer.encode_batch(corpus.texts), tokenizer.eos_id)
 
 
+def _conversations(tokenizer: Tokenizer, corpus: Corpus, rules: ChatRules) -> Documents:
+    """Rendered records, with what of them is learned; nothing is put behind them."""
+    encode, made = ChatEncoder(tokenizer, rules), []
+    for at in range(0, len(corpus), CHUNK):
+        made += encode(corpus.texts[at : at + CHUNK], corpus.names[at : at + CHUNK])
+    starts = np.zeros(len(made) + 1, np.int64)
+    np.cumsum([len(example.tokens) for example in made], out=starts[1:])
+    return Documents(
+        np.concatenate([example.tokens for example in made]),
+        starts,
+        tokenizer.eos_id,
+        np.concatenate([example.trained for example in made]),
+        np.array([example.num_bytes for example in made], np.int64),
+        rules.too_long,
+    )
+
+
 def _joined(parts: list[Documents]) -> Documents:
     """The documents of several, one behind the other; no token is copied."""
     arrays: list[np.ndarray] = []
+    if any(part.trained is not None for part in parts):
+        raise ConfigError(
+            "data.mixture with a source 'chat' cannot be evaluated as one text: name the held-out "
+            "data of each source in eval.sets."
+        )
     for part in parts:
         arrays += part.tokens.parts if isinstance(part.tokens, TokenShards) else [part.tokens]
     starts = np.zeros(1 + sum(len(part) for part in parts), np.int64)
@@ -119,6 +151,13 @@ class PackedRows:
         self.num_tokens = int(self._ends[-1]) if len(order) else 0
         self.num_full = self.num_tokens // seq_len
         self.num_rows = -(-self.num_tokens // seq_len)
+
+    @property
+    def num_labels(self) -> int:
+        """Positions that have a label: a document's or a row's first token is no label."""
+        begins = self._ends - self._documents.lengths[self._order]
+        borders = np.union1d(begins, np.arange(0, self.num_tokens, self._seq_len))
+        return self.num_tokens - len(borders)
 
     def row(self, index: int) -> Row:
         """Row `index` of `num_rows`; the last one, where short, is padded in front.
@@ -161,6 +200,12 @@ class PackedRows:
             size = min(end, stop) - at
             yield document, start, start + size
             at, place = at + size, place + 1
+
+
+def pack(documents: Documents, order: Int[np.ndarray, "X"], seq_len: int) -> PackedRows | WholeRows:
+    """Rows of the documents in this order: conversations whole, others end to end."""
+    rows = PackedRows if documents.trained is None else WholeRows
+    return rows(documents, order, seq_len)
 
 
 def next_token_labels(

@@ -13,6 +13,7 @@ import numpy as np
 
 from moejax.config import ConfigError
 from moejax.data.packing import Documents, PackedRows, Row, padding_row
+from moejax.data.whole_rows import WholeRows
 
 _DOCUMENT_ORDER, _ROW_ORDER = 0, 1
 # Rows after which the pattern of a mixture repeats; weights are rounded to one part in so many.
@@ -63,6 +64,11 @@ class ShuffledRows:
     ):
         self._documents, self._seq_len = documents, seq_len
         self._seed = (seed,) if isinstance(seed, int) else tuple(seed)
+        self._epochs: dict[int, tuple[PackedRows | WholeRows, np.ndarray]] = {}
+        self._whole: WholeRows | None = None
+        if documents.trained is not None:
+            self._pack_whole(epochs, name)
+            return
         count = len(documents.tokens)
         if count < seq_len:
             raise ConfigError(
@@ -72,7 +78,18 @@ class ShuffledRows:
             )
         self.rows_per_epoch = -(-count // seq_len) if epochs else count // seq_len
         self.num_rows = epochs * self.rows_per_epoch if epochs else None
-        self._epochs: dict[int, tuple[PackedRows, np.ndarray]] = {}
+
+    def _pack_whole(self, epochs: int, name: str) -> None:
+        """Conversations are packed once; an epoch takes their rows in another order."""
+        order = _drawn_order(len(self._documents), self._seed, 0, _DOCUMENT_ORDER)
+        self._whole = WholeRows(self._documents, order, self._seq_len)
+        self.rows_per_epoch = self._whole.num_rows
+        if not self.rows_per_epoch:
+            raise ConfigError(
+                f"the training split{name and f' of {name}'} has no conversation that fits "
+                f"data.seq_len={self._seq_len}. Raise it, or set data.too_long='truncate'."
+            )
+        self.num_rows = epochs * self.rows_per_epoch if epochs else None
 
     def __getitem__(self, n: int) -> Row:
         if self.num_rows is not None and n >= self.num_rows:
@@ -81,17 +98,20 @@ class ShuffledRows:
         packed, order = self._epoch(epoch)
         return packed.row(int(order[place]))
 
-    def _epoch(self, epoch: int) -> tuple[PackedRows, np.ndarray]:
+    def _epoch(self, epoch: int) -> tuple[PackedRows | WholeRows, np.ndarray]:
         found = self._epochs.get(epoch)
         if found is None:
-            documents = _drawn_order(len(self._documents), self._seed, epoch, _DOCUMENT_ORDER)
             rows = _drawn_order(self.rows_per_epoch, self._seed, epoch, _ROW_ORDER)
-            found = PackedRows(self._documents, documents, self._seq_len), rows
+            found = self._whole or self._packed(epoch), rows
             # Prefetch threads stand in two epochs at most. The table is replaced, never changed:
             # readers need no lock.
             before = {e: old for e, old in self._epochs.items() if e == epoch - 1}
             self._epochs = before | {epoch: found}
         return found
+
+    def _packed(self, epoch: int) -> PackedRows:
+        order = _drawn_order(len(self._documents), self._seed, epoch, _DOCUMENT_ORDER)
+        return PackedRows(self._documents, order, self._seq_len)
 
 
 def _drawn_order(count: int, seed: tuple[int, ...], epoch: int, which: int) -> np.ndarray:

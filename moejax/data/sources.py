@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from moejax.config import ConfigError, DataConfig, SourceFields
 from moejax.data.cache import open_cache
+from moejax.data.chat import ChatRules
+from moejax.data.conversations import chat_documents
 from moejax.data.corpus import Corpus, LazyTexts, Reader, Split, in_split, split_hash, split_indices
 from moejax.data.paths import matches
 from moejax.data.records import RecordReader
@@ -48,6 +51,8 @@ def load_corpus(cfg: SourceFields, split: Split) -> Corpus:
             corpus = Corpus.from_reader(describe(cfg), documents)
         else:
             corpus = Corpus.from_documents(describe(cfg), documents)
+    if cfg.source == "chat":
+        corpus = dataclasses.replace(corpus, chat=ChatRules.of(cfg))
     if not len(corpus):
         raise ConfigError(
             f"data source {corpus.name} holds no text for the {split} split. Give more documents "
@@ -78,11 +83,14 @@ def open_documents(cfg: SourceFields, split: Split) -> LazyTexts | Iterable[tupl
         )
     if cfg.source == "files":
         return file_documents(cfg, split)
+    if cfg.source == "chat":
+        return chat_documents(cfg, split)
     return _hf_dataset(cfg, split) if cfg.source == "hf_dataset" else _tables(cfg, split)
 
 
 _EXAMPLES = {
     "files": "texts/*.txt",
+    "chat": "chats/*.jsonl",
     "parquet": "data/*.parquet",
     "hf_dataset": "saved_dataset",
     "array_record": "data/*.array_record",

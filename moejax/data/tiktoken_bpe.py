@@ -120,6 +120,15 @@ class TiktokenTokenizer:
         )
         return [_joined([next(parts) for _ in text]) for text in texts_of]
 
+    def encode_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids, specials read, and the first and last-plus-one character of every token."""
+        ids = self.encode(text, specials=True)
+        sizes = [len(self._encoding.decode_single_token_bytes(token)) for token in ids.tolist()]
+        stops = np.cumsum(np.asarray(sizes, np.int64))
+        # Character of each byte: a token may begin or end inside of one, which it then overlaps.
+        chars = np.repeat(np.arange(len(text)), [len(char.encode()) for char in text])
+        return ids, chars[stops - sizes], chars[stops - 1] + 1
+
     def token_bytes(self, token: int) -> bytes:
         """The bytes the token adds to a text; none for a special token or an unknown id."""
         return self._bytes[token] if 0 <= token < self.vocab_size else b""
@@ -128,6 +137,10 @@ class TiktokenTokenizer:
         """The text of the ids, special tokens left out; bytes that are no UTF-8 become U+FFFD."""
         data = b"".join(self.token_bytes(token) for token in np.asarray(ids).tolist())
         return data.decode(errors="replace")
+
+    def show(self, ids: Int[np.ndarray, "T"]) -> str:
+        """The text of the ids, special tokens by their names."""
+        return self._encoding.decode(np.asarray(ids).tolist())
 
 
 def read_ranks(path: Path) -> tuple[dict[bytes, int], str]:

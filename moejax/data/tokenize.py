@@ -1,6 +1,7 @@
 """Tokenizers: bytes, a byte-level BPE trained here, and those that models are published with."""
 
 import hashlib
+import itertools
 import os
 import re
 import tempfile
@@ -14,6 +15,7 @@ from jaxtyping import Int
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from moejax.config import ConfigError, DataConfig
+from moejax.data.chat import readable
 from moejax.data.hf_tokenizer import END_OF_TEXT, HfTokenizer
 from moejax.data.sources import load_corpus
 from moejax.data.tiktoken_bpe import MODEL_FILE, TiktokenTokenizer
@@ -67,8 +69,16 @@ class Tokenizer(Protocol):
         """`encode` of every text, on all cores where the tokenizer can."""
         ...
 
+    def encode_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`encode` with `specials`, and the first and last-plus-one character of every token."""
+        ...
+
     def decode(self, ids: Int[np.ndarray, "T"]) -> str:
         """The text of the ids, special tokens left out; undoes `encode`."""
+        ...
+
+    def show(self, ids: Int[np.ndarray, "T"]) -> str:
+        """The text of the ids, special tokens by their names; for people."""
         ...
 
 
@@ -91,12 +101,22 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
 
+    def encode_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        sizes = np.fromiter((len(char.encode()) for char in text), np.int64, len(text))
+        starts = np.repeat(np.arange(len(text)), sizes)
+        return self.encode(text), starts, starts + 1
+
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if 0 <= token < 256 else b""
 
     def decode(self, ids: Int[np.ndarray, "T"]) -> str:
         ids = np.asarray(ids)
         return ids[ids < 256].astype(np.uint8).tobytes().decode(errors="replace")
+
+    def show(self, ids: Int[np.ndarray, "T"]) -> str:
+        parts = np.split(np.asarray(ids), np.flatnonzero(np.asarray(ids) == self.eos_id))
+        texts = [self.decode(part) for part in parts]
+        return END_OF_TEXT.join(texts)
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -218,4 +238,10 @@ def get_tokenizer(cfg: DataConfig, workdir: str | os.PathLike[str] | None) -> To
 def training_sample(cfg: DataConfig) -> tuple[str, ...]:
     """Every k-th training document, so that they hold some `_SAMPLE_BYTES`."""
     corpus = load_corpus(cfg, "train")
-    return tuple(corpus.texts[:: -(-corpus.num_bytes // _SAMPLE_BYTES)])
+    step = -(-corpus.num_bytes // _SAMPLE_BYTES)
+    if any(part.chat for part in corpus.parts or (corpus,)):
+        texts = (
+            readable(part.texts) if part.chat else part.texts for part in corpus.parts or (corpus,)
+        )
+        return tuple(itertools.islice(itertools.chain.from_iterable(texts), 0, None, step))
+    return tuple(corpus.texts[::step])

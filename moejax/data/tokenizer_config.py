@@ -39,7 +39,7 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
       ConfigError: a file is no JSON object, or an entry has a form that is not known.
     """
     path = folder / CONFIG_FILE
-    config = _read_object(path)
+    config = read_object(path)
     added = config.get("added_tokens_decoder") or {}
     if not isinstance(added, dict):
         raise ConfigError(f"tokenizer {path}: added_tokens_decoder is not an object.")
@@ -73,7 +73,7 @@ def _name(path: Path, key: str, entry: Any) -> str | None:
 
 def _stop_ids(folder: Path) -> tuple[int, ...]:
     path = folder / GENERATION_FILE
-    ids = _read_object(path).get("eos_token_id")
+    ids = read_object(path).get("eos_token_id")
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
@@ -81,7 +81,7 @@ def _stop_ids(folder: Path) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_bytes())
     except FileNotFoundError:

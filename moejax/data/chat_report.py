@@ -1,0 +1,85 @@
+"""What a run on conversations is about to learn: counts, and one example as the model sees it."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+
+from moejax.config import DataConfig
+from moejax.data.chat import ChatEncoder
+from moejax.data.corpus import Corpus
+from moejax.data.packing import tokenize_corpus
+from moejax.data.rows import ShuffledRows
+from moejax.data.whole_rows import WholeRows
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatFacts:
+    """Counts of the training split.
+
+    Attributes:
+      examples: conversations.
+      rendering: how they become text.
+      tokens, learned: tokens in rows, and those of them that have a label.
+      rows: of an epoch.
+      fill: share of the rows that is no padding.
+      dropped, truncated: conversations that were longer than a row.
+      example: name of the first conversation in the rows.
+      parts: its text as (text, whether it is learned), special tokens by name.
+    """
+
+    examples: int
+    rendering: str
+    tokens: int
+    learned: int
+    rows: int
+    fill: float
+    dropped: int
+    truncated: int
+    example: str
+    parts: list[tuple[str, bool]]
+
+    def lines(self) -> list[str]:
+        """The facts, a line each; what is learned of the example stands in `>>> <<<`."""
+        told = [
+            f"conversations: {self.examples:,}, rendered by {self.rendering}",
+            f"tokens: {self.tokens:,} in {self.rows:,} rows, {self.fill:.1%} full; "
+            f"{self.learned:,} are learned ({self.learned / max(self.tokens, 1):.1%})",
+        ]
+        if self.dropped or self.truncated:
+            told.append(
+                f"longer than a row: {self.dropped:,} left out, {self.truncated:,} cut in front"
+            )
+        shown = "".join(f">>>{text}<<<" if learned else text for text, learned in self.parts)
+        return [*told, f"example, learned what stands in >>> <<< ({self.example}):", shown, ""]
+
+
+def chat_facts(cfg: DataConfig, tokenizer: Any, corpus: Corpus) -> ChatFacts:
+    """Packs the training split as a run does and says what is in it.
+
+    Args:
+      cfg: `seq_len` is read.
+      tokenizer: of the run.
+      corpus: the training split of a source "chat".
+    Raises:
+      ConfigError: a record cannot be rendered, or none fits a row.
+    """
+    assert corpus.chat is not None
+    documents = tokenize_corpus(tokenizer, corpus)
+    ShuffledRows(documents, cfg.seq_len, 0)  # refuses what holds no row
+    rows = WholeRows(documents, np.arange(len(documents)), cfg.seq_len)
+    row, owners = rows.row(0), rows.document_ids(0)
+    first = int(owners[owners >= 0][0])
+    tokens = row["tokens"][owners == first]
+    # A label is the token behind; the first of a document is none.
+    learned = np.concatenate([[False], row["labels"][owners == first][:-1] >= 0])
+    parts = [
+        (tokenizer.show(tokens[[place for place, _ in run]]), bool(kind))
+        for kind, run in itertools.groupby(enumerate(learned), key=lambda pair: pair[1])
+    ]
+    return ChatFacts(
+        len(corpus), ChatEncoder(tokenizer, corpus.chat).name, rows.num_tokens, rows.num_labels,
+        rows.num_rows, rows.num_tokens / (rows.num_rows * cfg.seq_len), rows.num_dropped,
+        rows.num_truncated, corpus.names[first], parts,
+    )  # fmt: skip
