@@ -59,6 +59,7 @@ class Adapter(nnx.Module):
         experts = axes[:1] == ("experts",)
         lead, lead_axes = (maps[0].shape[:1], axes[:1]) if experts else ((), ())
         width, *out = maps[0].shape[len(lead) :]
+        width *= 2 if maps[0].dtype == jnp.uint8 else 1  # packed: two values a byte
         in_axis, *out_axes = axes[len(lead) :]
         if spec.at is not None:
             out, out_axes = out[1:], out_axes[1:]
@@ -72,7 +73,7 @@ class Adapter(nnx.Module):
         b_axes = (*lead_axes, None, *out_axes)
         self.b = _small(jnp.zeros((*lead, spec.rank, *out), PARAM_DTYPE), b_axes)
 
-    def __call__(self, x: jax.Array, drop: jax.Array | None, precision: Any = None) -> jax.Array:
+    def __call__(self, x: jax.Array, drop: Drop | None, precision: Any = None) -> jax.Array:
         """The change of the map's output for inputs [..., in]: [..., *out]."""
         low = jnp.tensordot(_dropped(x, drop), use(self.a, x.dtype), 1, precision=precision)
         return jnp.tensordot(self.scale * low, use(self.b, x.dtype), 1, precision=precision)

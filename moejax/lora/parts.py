@@ -32,8 +32,8 @@ def adapted_parts(cfg: RunConfig, **options: Any) -> tuple[ModelParts, Selection
         _check_stage(model.dsa.stage, on_indexer)
         if not on_indexer:
             model = model.replace(dsa=model.dsa.replace(stage="frozen"))
-    adapters = {"adapters": selection.plan, "adapter_dropout": cfg.lora.dropout}
-    return model_parts(model, **options, **adapters), selection
+    options |= {"adapters": selection.plan, "adapter_dropout": cfg.lora.dropout}
+    return model_parts(model, **options), selection
 
 
 def _check_stage(stage: str, on_indexer: list[str]) -> None:

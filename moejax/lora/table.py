@@ -6,7 +6,7 @@ import json
 import os
 import pathlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moejax.lora.select import Target
 
@@ -18,7 +18,7 @@ class AdapterRow(NamedTuple):
 
     module: str
     kind: str
-    count: int
+    layers: int
     a: str
     b: str
     parameters: int
@@ -52,7 +52,7 @@ def write_adapters(
     workdir: pathlib.Path, targets: Sequence[Target], *, shared_a: bool = False
 ) -> pathlib.Path:
     """Writes `adapters.json`: every adapted map by its published name."""
-    listed = [
+    listed: list[dict[str, Any]] = [
         {
             "module": t.map.name, "kind": t.map.kind, "layer": t.map.layer, "rank": t.rank,
             "scale": t.scale, "in": t.map.in_size, "out": t.map.out_size,

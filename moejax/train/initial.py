@@ -129,7 +129,7 @@ def tell_adapters(program: Program, say: Say) -> None:
     say("adapters:")
     for row in rows:
         say(
-            f"  {row.count:>4} x {row.module} ({row.kind}): A {row.a}, B {row.b}, "
+            f"  {row.layers:>4} x {row.module} ({row.kind}): A {row.a}, B {row.b}, "
             f"{row.parameters:,} parameters"
         )
     sizes = [sum(math.prod(x.shape) for x in jax.tree.leaves(tree)) for tree in (trained, frozen)]

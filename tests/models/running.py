@@ -42,8 +42,8 @@ def recorded_choices() -> Iterator[None]:
     def with_ids(self, ids_BTA, *args):
         return {**balance_aux(self, ids_BTA, *args), "ids": ids_BTA}
 
-    def with_picks(self, x_BTD, parts, segment_ids_BT):
-        out, aux = attend(self, x_BTD, parts, segment_ids_BT)
+    def with_picks(self, x_BTD, parts, segment_ids_BT, drop=None):
+        out, aux = attend(self, x_BTD, parts, segment_ids_BT, drop)
         index = self.indexer(x_BTD, parts.q_latent_BTQ)
         picks = lightning_indexer(*index, top_k=self.dsa.top_k, segment_ids=segment_ids_BT)
         return out, {**aux, "picks": picks}
