@@ -105,7 +105,7 @@ def values(dtype: str):
     return (draw(B, T, WIDTH), draw(B, T, A), weights), draw(B, T, WIDTH)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def program(case: str, dtype: str = "float32"):
     """Compiled (values, ids, cotangent) -> (output, gradients, stats), its buffers full of NaN."""
     _, hosts, level, exchange, factor, slices = by_name[case]
