@@ -31,6 +31,8 @@ DTYPES: Mapping[str, Any] = {
 _SIDE_FILES = ("config.json", "generation_config.json")
 
 OnBytes = Callable[[int, int, str], Any]
+# Stored tensor -> what it is to become, float32 to float32, in its stored shape.
+Changes = Mapping[str, Callable[[np.ndarray], np.ndarray]]
 
 
 class ImportReport(NamedTuple):
@@ -61,6 +63,7 @@ def import_hf(
     *,
     dtype: str = "auto",
     allow: Collection[str] = (),
+    changes: Changes | None = None,
     on_bytes: OnBytes | None = None,
 ) -> ImportReport:
     """Writes `out`, a workdir whose step 0 holds the weights of `src`.
@@ -74,6 +77,7 @@ def import_hf(
         fp8); or "float32", "bfloat16". Parameters of the float32 list stay float32 in any case.
       allow: names, or beginnings of names, of tensors that no part of the model answers to; they
         are carried along.
+      changes: tensors that are changed on the way; the result is rounded once.
       on_bytes: called with bytes done, bytes in all and the name just read.
     Raises:
       CheckpointError: the first thing that is wrong with `src`, or `out` is in the way. Nothing
@@ -91,7 +95,7 @@ def import_hf(
     try:
         partial.mkdir(parents=True)
         write_side_files(source, partial / HF_FOLDER)
-        _write_step(source, partial, leaf_dtypes, on_bytes)
+        _write_step(source, partial, leaf_dtypes, changes or {}, on_bytes)
         _write_config(source, partial, out)
         if out.is_dir():
             out.rmdir()
@@ -124,6 +128,7 @@ def _write_step(
     source: HfSource,
     workdir: pathlib.Path,
     leaf_dtypes: Mapping[str, np.dtype],
+    changes: Changes,
     on_bytes: OnBytes | None,
 ) -> None:
     parts = source.parts
@@ -142,7 +147,11 @@ def _write_step(
     ) as step:
         for name, tensor in source.tensors.items():
             wide = _widest(source, name, leaf_dtypes)
-            for leaf, index, array in source.pieces(name, wide):
+            pieces = source.pieces(name, wide)
+            if name in changes:
+                changed = changes[name](source.read(name, np.float32))
+                pieces = source.map.to_ours(name, changed)
+            for leaf, index, array in pieces:
                 step.write(item_of[leaf] + leaf, index, array.astype(leaf_dtypes[leaf], copy=False))
             done += sum(size_of(*keys[key]) for key in tensor.keys)
             if on_bytes:

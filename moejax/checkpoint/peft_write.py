@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -160,12 +159,3 @@ class _Writer:
             if name not in shapes:
                 for want in self.names.wanted(one, memory=self.memory):
                     yield want.name
-
-
-def read_base_name(folder: pathlib.Path) -> str | None:
-    """The name a model's config.json gives itself, for `base_model_name_or_path`."""
-    path = folder / "config.json"
-    if not path.is_file():
-        return None
-    name = json.loads(path.read_text(encoding="utf-8")).get("_name_or_path")
-    return name if isinstance(name, str) and name else None

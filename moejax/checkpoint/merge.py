@@ -1,0 +1,266 @@
+"""`moejax merge-lora`: adapters folded into their base, one stored matrix in memory at a time.
+
+``W + scale B A`` in float32, rounded once to the base's type. What has no adapter stays as it is,
+bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from moejax.checkpoint import layout
+from moejax.checkpoint.base import check_base, fingerprint
+from moejax.checkpoint.hf_import import HF_FOLDER, MANIFEST, OnBytes, import_hf
+from moejax.checkpoint.hf_source import HfSource
+from moejax.checkpoint.key_map import KeyMap
+from moejax.checkpoint.layout import CheckpointError, locate, steps_in
+from moejax.checkpoint.leaf_reader import LeafReader
+from moejax.checkpoint.partial import partial_folder
+from moejax.checkpoint.peft_fold import Adapters, Change, changes_of, folded_names
+from moejax.checkpoint.peft_names import PeftNames
+from moejax.checkpoint.peft_read import PeftFolder
+from moejax.checkpoint.peft_run import RunAdapters, model_type_of, names_of
+from moejax.checkpoint.piecewise import chunk_shape
+from moejax.checkpoint.streamed import StreamedCheckpoint, read_carried
+from moejax.checkpoint.weights import is_hf_folder
+from moejax.config import RunConfig, build_section
+from moejax.models.hf_config import FAMILIES
+from moejax.models.parts import model_parts
+
+_SMALL = 1 << 20  # values of a leaf that is read whole to be recognised
+_TOKENIZERS = ("tokenizer*.json", "tiktoken.model", "special_tokens_map.json", "chat_template*")
+
+
+class MergeReport(NamedTuple):
+    """What a merge did.
+
+    Attributes:
+      checkpoint: folder of the step.
+      num_adapters: adapters that were folded in.
+      num_changed: stored matrices that they changed (experts one by one).
+      num_quantised: how many of these the published format of the base has in fewer bits, to which
+        an export in source types would round them.
+      seconds: wall time.
+    """
+
+    checkpoint: pathlib.Path
+    num_adapters: int
+    num_changed: int
+    num_quantised: int
+    seconds: float
+
+
+def merge_lora(
+    out: str | pathlib.Path,
+    *,
+    run: str | pathlib.Path | None = None,
+    adapter: str | pathlib.Path | None = None,
+    base: str | pathlib.Path | None = None,
+    on_bytes: OnBytes | None = None,
+) -> MergeReport:
+    """Writes `out`, a workdir whose step 0 holds the merged weights, as an import does.
+
+    Args:
+      out: a folder that does not exist or is empty.
+      run: a LoRA run's workdir, or one step of it.
+      adapter: in place of it a folder in PEFT's form.
+      base: a workdir, a step, or a Hugging Face folder; of a run, its `init_from` by default.
+      on_bytes: called with bytes done, bytes in all and the name just written.
+    Raises:
+      CheckpointError: something is missing or in the way, the adapter is of another model, or the
+        run had another base. Nothing half-written stays.
+    """
+    began = time.perf_counter()
+    if (run is None) == (adapter is None):
+        raise CheckpointError("give either a LoRA run or an adapter in PEFT's form.")
+    trained = RunAdapters(run) if run is not None else None
+    base = base or (trained.cfg.init_from if trained else "")
+    if not base:
+        raise CheckpointError(
+            "no base: name the model that the adapter was trained on by --base "
+            "(a checkpoint, or a Hugging Face folder)."
+        )
+    base, out = (pathlib.Path(p).expanduser().absolute() for p in (base, out))
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise CheckpointError(f"{out} exists and is not empty: name another folder.")
+    write = _over_folder if is_hf_folder(base) else _over_checkpoint
+    adapters, changed, quantised = write(base, out, trained, adapter, on_bytes)
+    seconds = time.perf_counter() - began
+    return MergeReport(out / layout.SUBDIR / "0", adapters, changed, quantised, seconds)
+
+
+def _over_folder(
+    base: pathlib.Path, out: pathlib.Path, trained: RunAdapters | None, adapter: Any, on_bytes: Any
+) -> tuple[int, int, int]:
+    """A base in a published format: its import, with some tensors changed on the way."""
+    source = HfSource(base)
+    names = PeftNames(source.parts, source.family.spelling, str(source.raw_config["model_type"]))
+    adapters = _adapters(trained, adapter, names)
+    _check_base(trained, base, lambda leaf: _whole(source, leaf))
+    import_hf(base, out, changes=changes_of(adapters, source.map, trained), on_bytes=on_bytes)
+    folded = folded_names(adapters)
+    return len(adapters.maps()), len(folded), sum(source.tensors[n].kind != "plain" for n in folded)
+
+
+def _over_checkpoint(
+    base: pathlib.Path, out: pathlib.Path, trained: RunAdapters | None, adapter: Any, on_bytes: Any
+) -> tuple[int, int, int]:
+    """A base that is a checkpoint of ours: leaf by leaf, those with adapters matrix by matrix."""
+    directory, step = locate(base)
+    reader = LeafReader(directory / str(steps_in(directory)[-1] if step is None else step))
+    cfg = build_section(RunConfig, reader.meta["config"])
+    if cfg.lora.rank:
+        raise CheckpointError(
+            f"--base={base} holds adapters itself. Merge them first: moejax merge-lora {base} "
+            "--out=DIR."
+        )
+    model_type = model_type_of(directory.parent, cfg.model)
+    key_map = KeyMap(model_parts(cfg.model), FAMILIES[model_type].spelling)
+    adapters = _adapters(trained, adapter, names_of(cfg.model, model_type))
+    _check_base(trained, base, lambda leaf: reader.read(f"params/{leaf}"))
+    changes = changes_of(adapters, key_map, trained)
+    partial = partial_folder(out)
+    try:
+        partial.mkdir(parents=True)
+        _copy_side_files(directory.parent, partial, out)
+        _write_step(reader, key_map, changes, partial, on_bytes)
+        if out.is_dir():
+            out.rmdir()
+        partial.rename(out)
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written: {error.strerror}.") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    folded, kinds = folded_names(adapters), _stored_kinds(out)
+    return len(adapters.maps()), len(folded), sum(kinds.get(n, "plain") != "plain" for n in folded)
+
+
+def _adapters(trained: RunAdapters | None, adapter: Any, names: PeftNames) -> Adapters:
+    if trained is None:
+        return PeftFolder(adapter, names)
+    ours, theirs = trained.names.maps.values(), names.maps.values()
+    sizes = [[(m.path, m.place, m.in_size, m.out_size) for m in maps] for maps in (ours, theirs)]
+    if sizes[0] != sizes[1]:
+        raise CheckpointError(
+            f"{trained.step_dir} was trained on another model than the base: their linear maps "
+            "differ in number or size."
+        )
+    return trained.under(names)
+
+
+def _check_base(
+    trained: RunAdapters | None, base: pathlib.Path, read: Callable[[str], np.ndarray]
+) -> None:
+    """Compares the smaller leaves of a base with the fingerprint of the one trained on."""
+    marks = trained.position.get("base", {}) if trained else {}
+    marks = {name: mark for name, mark in marks.items() if math.prod(mark[0]) <= _SMALL}
+    found: dict[str, list] = {}
+    for name, (_, dtype, _) in marks.items():
+        leaf = jnp.asarray(read(name.partition("/")[2])).astype(dtype)
+        found |= fingerprint({name: leaf})
+    if trained:
+        check_base(trained.step_dir, str(base), marks, found)
+
+
+def _whole(source: HfSource, leaf: str) -> np.ndarray:
+    everything = (slice(None),) * len(source.map.leaves[leaf].shape)
+    return source.read_leaf(leaf, everything, np.float32)
+
+
+def _stored_kinds(workdir: pathlib.Path) -> dict[str, str]:
+    """How the tensors of an import were stored: name -> plain, mxfp4, fp8."""
+    path = workdir / HF_FOLDER / MANIFEST
+    if not path.is_file():
+        return {}
+    tensors = json.loads(path.read_text(encoding="utf-8"))["tensors"]
+    return {name: kind for name, (kind, _, _) in tensors.items()}
+
+
+def _write_step(
+    reader: LeafReader,
+    key_map: KeyMap,
+    changes: Mapping[str, Change],
+    workdir: pathlib.Path,
+    on_bytes: OnBytes | None,
+) -> None:
+    shapes = {
+        name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
+        for name, (shape, dtype) in reader.meta["leaves"].items()
+        if name.startswith(("params/", "balance/"))
+    }
+    full = {name.partition("/")[2]: name for name in shapes}
+    touched = {leaf for name in changes for leaf, _ in key_map.entries[name].places}
+    carried = read_carried(reader.step_dir)
+    plan = [] if carried is None else [(k, i.dtype, i.shape) for k, i in carried.tensors.items()]
+    total, done = sum(x.size * x.dtype.itemsize for x in shapes.values()), 0
+    with StreamedCheckpoint(
+        workdir, layout.nest(shapes), config=reader.meta["config"], infos=key_map.parts.infos,
+        carried=plan,
+    ) as step:  # fmt: skip
+        infos = {f"params/{n}": x for n, x in layout.named_leaves(key_map.parts.infos).items()}
+        for name, leaf in shapes.items():
+            if name.partition("/")[2] not in touched:
+                chunk = chunk_shape(leaf.shape, leaf.dtype.itemsize, infos.get(name))
+                for index in _chunks(leaf.shape, chunk):
+                    step.write(name, index, reader.read(name, index))
+                done += leaf.size * leaf.dtype.itemsize
+                if on_bytes:
+                    on_bytes(done, total, name)
+        for name, entry in key_map.entries.items():
+            if not touched.intersection(leaf for leaf, _ in entry.places):
+                continue
+            for inner, index, array in _changed(reader, key_map, name, full, changes.get(name)):
+                step.write(full[inner], index, array)
+                done += array.nbytes
+            if on_bytes:
+                on_bytes(done, total, name)
+        for key, _, _ in plan:
+            assert carried is not None
+            step.carry(key, carried.raw(key))
+
+
+def _changed(
+    reader: LeafReader, key_map: KeyMap, name: str, full: Mapping[str, str], change: Change | None
+) -> Iterator[tuple[str, Any, np.ndarray]]:
+    """Pieces of a stored tensor after its change, in the types of their leaves."""
+    before = key_map.to_theirs(name, lambda leaf, index: reader.read(full[leaf], index))
+    after = before if change is None else change(before.astype(np.float32))
+    for leaf, index, array in key_map.to_ours(name, after):
+        yield leaf, index, array.astype(before.dtype, copy=False)
+
+
+def _chunks(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Indices of the pieces of a leaf that are one file each."""
+    starts = [range(0, n, c) for n, c in zip(shape, chunk, strict=True)]
+    for corner in itertools.product(*starts):
+        yield tuple(
+            slice(at, min(at + c, n)) for at, c, n in zip(corner, chunk, shape, strict=True)
+        )
+
+
+def _copy_side_files(workdir: pathlib.Path, partial: pathlib.Path, out: pathlib.Path) -> None:
+    """What export, generation and training find beside the weights, tokenizer included."""
+    if (workdir / HF_FOLDER).is_dir():
+        shutil.copytree(workdir / HF_FOLDER, partial / HF_FOLDER)
+    for pattern in _TOKENIZERS:
+        for path in workdir.glob(pattern):
+            shutil.copyfile(path, partial / path.name)
+    config = workdir / "config.json"
+    if config.is_file():
+        raw = json.loads(config.read_text(encoding="utf-8"))
+        tokenizer = raw.get("data", {}).get("tokenizer")
+        if tokenizer == str(workdir / HF_FOLDER):
+            raw["data"]["tokenizer"] = str(out / HF_FOLDER)
+        text = json.dumps(raw, indent=2) + "\n"
+        (partial / "config.json").write_text(text, encoding="utf-8")
