@@ -140,6 +140,9 @@ def get_config() -> ConfigDict:
     c.model.moe.top_k = 4
     # inner width F of an expert [>= 1]
     c.model.moe.expert_dim = 32
+    # routed experts as numbers, or packed in 4 bits (MXFP4) and frozen, for adapters on top
+    # [one of 'plain', 'mxfp4']
+    c.model.moe.expert_format = "plain"
     # width L the experts work on; 0 = the model width (plain MoE) [>= 0]
     c.model.moe.latent_dim = 32
     # RMSNorm on the combined latent

@@ -98,6 +98,7 @@ class MoeConfig(Section):
     num_experts: int = setting(16, ge=1)
     top_k: int = setting(4, ge=1)
     expert_dim: int = setting(32, ge=1)
+    expert_format: str = setting("plain", choices=("plain", "mxfp4"))
     latent_dim: int = setting(32, ge=0)
     latent_norm: bool = setting(True)
     num_shared: int = setting(2, ge=0)
@@ -175,6 +176,13 @@ class ModelConfig(Section):
             raise ConfigError(
                 f"model.attention={self.attention!r} names {wrong}; it is a comma-separated "
                 f"pattern of {', '.join(ATTENTION_KINDS)}, repeated over the layers."
+            )
+
+        width = self.moe.latent_dim or self.dim
+        if self.moe.expert_format == "mxfp4" and (width % 32 or self.moe.expert_dim % 32):
+            raise ConfigError(
+                f"model.moe.expert_format='mxfp4' packs blocks of 32, which do not divide experts "
+                f"of {width} x {self.moe.expert_dim}. Use multiples of 32, or the format 'plain'."
             )
 
     def attention_kinds(self) -> tuple[str, ...]:

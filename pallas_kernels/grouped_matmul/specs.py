@@ -47,7 +47,6 @@ CASES = {
     "bfloat16_situ": Case(
         num_rows=65, k_dim=32, f_dim=16, group_sizes=(33, 30), activation="situ", dtype="bfloat16"
     ),
-    "packed": Case(num_rows=63, k_dim=64, f_dim=7, group_sizes=(10, 0, 40, 13), packed=True),
     "lora": Case(num_rows=70, k_dim=5, f_dim=7, group_sizes=(10, 0, 40, 13), rank=3),
     "packed_situ_lora": Case(
         num_rows=150, k_dim=32, f_dim=12, group_sizes=(30, 0, 65, 40), activation="situ",

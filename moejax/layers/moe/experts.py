@@ -8,12 +8,21 @@ import jax
 from flax import nnx
 
 from moejax.config import FfnConfig, MoeConfig
+from moejax.layers.adapter import Adapter
 from moejax.layers.param import weight
-from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_matmul import grouped_matmul, mxfp4
+
+# Maps of an expert: our leaf, and the published name under which an adapter of it sits.
+_MAPS = {"gate_up": "gate_up_proj", "down": "down_proj"}
 
 
 class Experts(nnx.Module):
-    """E gated feed-forward experts of inner width F on width L."""
+    """E gated feed-forward experts of inner width F on width L.
+
+    With ``expert_format="mxfp4"`` they are packed along their input dim and frozen: beside each
+    leaf there is one of scales. Adapters in `lora` (`gate_up_proj`, `down_proj`) ride in the same
+    products.
+    """
 
     def __init__(self, width: int, cfg: MoeConfig, ffn: FfnConfig, std: float, rngs: nnx.Rngs):
         E, F = cfg.num_experts, cfg.expert_dim
@@ -22,14 +31,30 @@ class Experts(nnx.Module):
         up_axes = ("experts", "expert_embed", None, "ffn")
         self.gate_up = weight(rngs, (E, width, 2, F), up_axes, std=std, matrix=(-3, -1))
         self.down = weight(rngs, (E, F, width), ("experts", "ffn", "expert_embed"), std=std)
+        if cfg.expert_format == "mxfp4":
+            self.gate_up, self.gate_up_scales = _packed(self.gate_up)
+            self.down, self.down_scales = _packed(self.down)
 
     def weights(self) -> dict[str, jax.Array]:
         """Weights as they are stored: the exchange casts and gathers them."""
-        return {"gate_up": self.gate_up[...], "down": self.down[...]}
+        return {name: param[...] for name, param in self._params().items()}
 
     def axes(self) -> dict[str, tuple[str | None, ...]]:
-        """Logical axes of the weights, experts on dim 0."""
-        return {name: getattr(self, name).get_metadata()["axes"] for name in ("gate_up", "down")}
+        """Logical axes of the weights, experts on dim 0 but where all share them."""
+        return {name: param.get_metadata()["axes"] for name, param in self._params().items()}
+
+    def _params(self) -> dict[str, nnx.Param]:
+        params = {name: getattr(self, name) for name in _MAPS}
+        if hasattr(self, "gate_up_scales"):
+            params |= {f"{name}_scales": getattr(self, f"{name}_scales") for name in _MAPS}
+        for name, adapter in self._adapters().items():
+            params |= {f"{name}_a": adapter.a, f"{name}_b": adapter.b}
+        return params
+
+    def _adapters(self) -> dict[str, Adapter]:
+        lora = getattr(self, "lora", None)
+        found = {name: getattr(lora, published, None) for name, published in _MAPS.items()}
+        return {name: adapter for name, adapter in found.items() if adapter is not None}
 
     @staticmethod
     def prepare(weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -37,15 +62,29 @@ class Experts(nnx.Module):
 
         On TPUs this moves every value, so it is done once and not for each round of rows.
         """
-        gate_up = weights["gate_up"]
-        return weights | {"gate_up": gate_up.reshape(*gate_up.shape[:2], -1)}
+        both = {name for name in ("gate_up", "gate_up_scales", "gate_up_b") if name in weights}
+        return weights | {n: weights[n].reshape(*weights[n].shape[:2], -1) for n in both}
 
     def row_fn(self):
         """``(prepared weights, rows, group_sizes) -> rows``: each row through its expert.
 
         It closes over no array.
         """
-        return functools.partial(run_rows, activation=self.activation, betas=self.betas)
+        lora_scales = {name: adapter.scale for name, adapter in self._adapters().items()}
+        return functools.partial(
+            run_rows, activation=self.activation, betas=self.betas, lora_scales=lora_scales
+        )
+
+
+def _packed(plain: nnx.Param) -> tuple[nnx.Param, nnx.Param]:
+    """Codes and scales of a map [E, in, ...]: no matrices for an optimizer."""
+    value, axes = plain[...], plain.get_metadata()["axes"]
+    E, K, *out = value.shape
+    codes, scales = (
+        nnx.Param(part.reshape(E, -1, *out), axes=axes, matrix=None, head_axis=None)
+        for part in mxfp4.encode(value.reshape(E, K, -1))
+    )
+    return codes, scales
 
 
 def run_rows(
@@ -55,9 +94,16 @@ def run_rows(
     *,
     activation: str,
     betas: tuple,
+    lora_scales: dict[str, float],
 ) -> jax.Array:
     """Rows sorted by expert through their experts; rows past the last group give 0."""
-    hidden_RF = grouped_matmul(
-        rows_RL, weights["gate_up"], group_sizes_e, activation=activation, situ_betas=betas
-    )
-    return grouped_matmul(hidden_RF, weights["down"], group_sizes_e)
+
+    def mapped(name: str, rows, activation=None):
+        lora = (weights[f"{name}_a"], weights[f"{name}_b"]) if name in lora_scales else None
+        return grouped_matmul(
+            rows, weights[name], group_sizes_e, activation=activation, situ_betas=betas,
+            scales=weights.get(f"{name}_scales"), lora=lora,
+            lora_scale=lora_scales.get(name, 1.0),
+        )  # fmt: skip
+
+    return mapped("down", mapped("gate_up", rows_RL, activation))

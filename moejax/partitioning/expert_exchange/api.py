@@ -49,9 +49,9 @@ def exchange_experts(
       x_BTL: what the experts read, batch-sharded.
       expert_ids_BTA: int32 in [0, num_experts]; `num_experts` means no expert.
       weights_BTA: float32 combine weights.
-      weights: pytree of expert weights [E, ...], as they are stored; used in x's dtype.
+      weights: pytree of expert weights [E, ...], as they are stored; floats are used in x's dtype.
       weight_axes: their logical axes, in the structure of `weights`; None: split over ``expert``
-        on dim 0, whole otherwise.
+        on dim 0, whole otherwise. What has no dim "experts" in front is the same for all experts.
       prepare: done once to a device's experts, before any rows are there; `expert_fn` gets what it
         returns.
       expert_fn: ``(weights, rows, group_sizes) -> rows``, run on each device's own experts.
@@ -94,13 +94,18 @@ def exchange_experts(
 
     axis = "expert" if name != "local" else None
     layouts = _layouts(weights, weight_axes, axis, dict(mesh.shape))
+    shared = _shared(weights, weight_axes)
 
     def per_device(x_BTL, expert_ids_BTA, weights_BTA, weights, sources_K):
         one = 1 + jnp.minimum(expert_ids_BTA[0, 0, 0], 0)
-        gather = functools.partial(_gather, but=axis, dtype=x_BTL.dtype, one=one)
-        weights = jax.tree.map(gather, weights, layouts)
+        gather = functools.partial(_gather, dtype=x_BTL.dtype, one=one)
+        # What all experts share is whole on every device, its gradient summed over all of them.
+        weights = jax.tree.map(
+            lambda w, layout, whole: gather(w, layout, but=None if whole else axis),
+            weights, layouts, shared,
+        )  # fmt: skip
         if copies is not None:
-            weights = with_copies(weights, copies._replace(sources_K=sources_K), link)
+            weights = with_copies(weights, copies._replace(sources_K=sources_K), link, shared)
         weights = prepare(weights) if prepare else weights
         run: Callable = local.routed_experts
         options: dict[str, Any] = {}
@@ -127,8 +132,20 @@ def exchange_experts(
 
 def _ready(weights, dtype, prepare: Callable | None):
     """Weights of all experts, as `expert_fn` takes them."""
-    weights = jax.tree.map(lambda w: w.astype(dtype), weights)
+    weights = jax.tree.map(lambda w: w.astype(dtype) if _is_float(w) else w, weights)
     return prepare(weights) if prepare else weights
+
+
+def _is_float(weight: jax.Array) -> bool:
+    """False for packed codes and their scales, which are bits."""
+    return jnp.issubdtype(weight.dtype, jnp.inexact)
+
+
+def _shared(weights, weight_axes):
+    """Which leaves have no dim of experts."""
+    if weight_axes is None:
+        return jax.tree.map(lambda _: False, weights)
+    return jax.tree.map(lambda _, axes: axes[0] != "experts", weights, weight_axes)
 
 
 def _layouts(weights, weight_axes, axis: str | None, sizes: dict[str, int]):
@@ -138,7 +155,7 @@ def _layouts(weights, weight_axes, axis: str | None, sizes: dict[str, int]):
     return jax.tree.map(lambda w, axes: stored_layout(axes, w.shape, sizes), weights, weight_axes)
 
 
-def _gather(weight: jax.Array, layout: P, but: str | None, dtype, one) -> jax.Array:
+def _gather(weight: jax.Array, layout: P, *, but: str | None, dtype, one) -> jax.Array:
     """The device's experts in `dtype`, whole in every axis of their layout except `but`.
 
     A compiler may turn or round the weights of all layers at once, before the first, and hold both.
@@ -146,7 +163,7 @@ def _gather(weight: jax.Array, layout: P, but: str | None, dtype, one) -> jax.Ar
     (`one`, 1) that only this layer's tokens can tell.
     """
     weight = with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
-    if weight.dtype != dtype:
+    if _is_float(weight) and weight.dtype != dtype:
         weight = (weight * one.astype(weight.dtype)).astype(dtype)
     return gathered(weight, layout, but=but)
 

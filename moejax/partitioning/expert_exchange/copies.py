@@ -26,19 +26,23 @@ class Copies(NamedTuple):
     most: int
 
 
-def with_copies(weights, copies: Copies, link: Link):
+def with_copies(weights, copies: Copies, link: Link, shared=None):
     """This device's experts and, behind them, the ones it repeats.
 
     Args:
       weights: pytree of the device's own experts [e, ...].
       copies: the same on every device.
       link: of the devices that share the experts.
+      shared: which leaves have no dim of experts, in the structure of `weights`; they stay as they
+        are. None: none of them.
     Returns:
       pytree of [e + K / devices, ...]; 0 in an empty place. Its gradient adds that of every copy
       to the owner's.
     """
     sources_K = copies.sources_K
-    num_local = jax.tree.leaves(weights)[0].shape[0]
+    leaves, kind = jax.tree.flatten(weights)
+    whole = [False] * len(leaves) if shared is None else jax.tree.leaves(shared)
+    num_local = leaves[whole.index(False)].shape[0]
     ranks, me = lax.axis_size(link.axis), lax.axis_index(link.axis)
     num_copies = sources_K.shape[0] // ranks
     owner_K = sources_K // num_local  # `ranks` for none
@@ -64,4 +68,5 @@ def with_copies(weights, copies: Copies, link: Link):
         copies_c = come_ncW.swapaxes(0, 1).reshape(num_copies, *weight_e.shape[1:])
         return jnp.concatenate([weight_e, copies_c])
 
-    return jax.tree.map(one, weights)
+    all_leaves = [w if is_whole else one(w) for w, is_whole in zip(leaves, whole, strict=True)]
+    return jax.tree.unflatten(kind, all_leaves)

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -198,18 +197,14 @@ def _one_round(program: Program, turn, routing, so_far, x, weights_MA, weights):
     return program.exchange.collect(out_CL, weights_MA, routing, turn, so_far), stats
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _further_rounds(program, x_s, weights_sMA, weights, routing_s, num_rounds, back_s):
-    """`back_s` after the rounds 1, 2, ... `num_rounds` - 1 of every slice, and their stats."""
-    return _further_fwd(program, x_s, weights_sMA, weights, routing_s, num_rounds, back_s)[0]
-
-
 def _steps(program: Program, num_rounds, slices: int):
     """First step of the loop and the one past the last; a step is one round of one slice."""
     return jnp.int32(0 if program.in_loop else slices), slices * num_rounds
 
 
-def _further_fwd(program, x_s, weights_sMA, weights, routing_s, num_rounds, back_s):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _further_rounds(program, x_s, weights_sMA, weights, routing_s, num_rounds, back_s):
+    """`back_s` after the rounds 1, 2, ... `num_rounds` - 1 of every slice, and their stats."""
     slices = weights_sMA.shape[0]
     begin, end = _steps(program, num_rounds, slices)
 
@@ -223,46 +218,70 @@ def _further_fwd(program, x_s, weights_sMA, weights, routing_s, num_rounds, back
 
     start = (begin, back_s, ExchangeStats.nothing_sent())
     _, back_s, stats = lax.while_loop(lambda s: s[0] < end, body, start)
-    return (back_s, stats), (x_s, weights_sMA, weights, routing_s, num_rounds)
+    return back_s, stats
+
+
+def _further_fwd(program, *primals):
+    x_s, weights_sMA, weights, routing_s, num_rounds, back_s = jax.tree.map(
+        lambda p: p.value, primals
+    )
+    # Which experts' weights are differentiated, told to the backward pass without arrays: it is
+    # static, and frozen weights (packed ones are no floats either) cost nothing.
+    wanted = tuple(
+        () if p.perturbed and jnp.issubdtype(p.value.dtype, jnp.inexact) else None
+        for p in jax.tree.leaves(primals[2])
+    )
+    out = _further_rounds(program, x_s, weights_sMA, weights, routing_s, num_rounds, back_s)
+    return out, (x_s, weights_sMA, weights, routing_s, num_rounds, wanted)
 
 
 def _further_bwd(program, residuals, cotangents):
-    x_s, weights_sMA, weights, routing_s, num_rounds = residuals
+    x_s, weights_sMA, weights, routing_s, num_rounds, wanted = residuals
     dback_s, _ = cotangents
+    if isinstance(dback_s, jax.custom_derivatives.SymbolicZero):
+        dback_s = jnp.zeros(dback_s.shape, dback_s.dtype)
     slices = weights_sMA.shape[0]
     begin, end = _steps(program, num_rounds, slices)
+    leaves, kind = jax.tree.flatten(weights)
+    places = [n for n, mark in enumerate(wanted) if mark is not None]
+    chosen = [leaves[n] for n in places]
+
+    def filled(values, rest):
+        by_place = dict(zip(places, values, strict=True))
+        return jax.tree.unflatten(kind, [by_place.get(n, a) for n, a in enumerate(rest)])
 
     def body(state):
-        step, (dx_s, dweights_sMA, dweights) = state
+        step, (dx_s, dweights_sMA, dchosen) = state
         i = step % slices
         routing, dback, x, weights_MA = _slice_of((routing_s, dback_s, x_s, weights_sMA), i)
-        one_round = functools.partial(_one_round, program, step // slices, routing, None)
-        _, pull, _ = jax.vjp(one_round, x, weights_MA, weights, has_aux=True)
-        dx, dweights_MA, new = pull(dback)
-        dweights = jax.tree.map(lambda total, g: total + g.astype(total.dtype), dweights, new)
-        dx_s = jax.tree.map(lambda total, g: total.at[i].add(g.astype(total.dtype)), dx_s, dx)
-        return step + 1, (dx_s, dweights_sMA.at[i].add(dweights_MA), dweights)
 
-    primals = (x_s, weights_sMA, weights)
+        def one_round(x, weights_MA, chosen):
+            experts = filled(chosen, leaves)
+            return _one_round(program, step // slices, routing, None, x, weights_MA, experts)
+
+        _, pull, _ = jax.vjp(one_round, x, weights_MA, chosen, has_aux=True)
+        dx, dweights_MA, new = pull(dback)
+        dchosen = jax.tree.map(lambda total, g: total + g.astype(total.dtype), dchosen, new)
+        dx_s = jax.tree.map(lambda total, g: total.at[i].add(g.astype(total.dtype)), dx_s, dx)
+        return step + 1, (dx_s, dweights_sMA.at[i].add(dweights_MA), dchosen)
+
+    primals = (x_s, weights_sMA, chosen)
     wide = lambda a: jnp.zeros(a.shape, jnp.promote_types(a.dtype, jnp.float32))  # noqa: E731
     # Wide sums of the experts' gradients would be the largest arrays of a training step; each round
     # rounds its own once, as the first one does. The same holds of rows where there are so many;
     # each gets few terms, nearly always one.
     narrow = functools.partial(jax.tree.map, jnp.zeros_like)
     dx_s = jax.tree.map(wide, x_s) if program.exchange.wide_sums else narrow(x_s)
-    zeros = (dx_s, wide(weights_sMA), narrow(weights))
+    zeros = (dx_s, wide(weights_sMA), narrow(chosen))
     _, grads = lax.while_loop(lambda s: s[0] < end, body, (begin, zeros))
-    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, primals)
+    dx_s, dweights_sMA, dchosen = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, primals)
+    dweights = filled(dchosen, [None] * len(leaves))
     # What the rounds started from passes through: no round reads it.
-    return (*grads, *jax.tree.map(_float0, (routing_s, num_rounds)), dback_s)
+    return dx_s, dweights_sMA, dweights, None, None, dback_s
 
 
-_further_rounds.defvjp(_further_fwd, _further_bwd)
+_further_rounds.defvjp(_further_fwd, _further_bwd, symbolic_zeros=True)
 
 
 def _slice_of(tree: Any, i) -> Any:
     return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), tree)
-
-
-def _float0(x: Any) -> np.ndarray:
-    return np.zeros(np.shape(x), jax.dtypes.float0)
