@@ -218,13 +218,13 @@ def write_config(
       dropout: as trained with; PEFT refuses one over parameters, so 0 is written with those.
       base: name or path of the base model.
     """
-    alphas = {n: _plain(s * (r**0.5 if rslora else r)) for n, (r, s, _) in chosen.items()}
+    alphas = {n: plain_number(s * (r**0.5 if rslora else r)) for n, (r, s, _) in chosen.items()}
     ranks = {name: rank for name, (rank, _, _) in chosen.items()}
-    rank, alpha = _commonest(ranks.values()), _commonest(alphas.values())
+    rank, alpha = commonest(ranks.values()), commonest(alphas.values())
     targets = shortest_ends(chosen, others)
     parameters = sorted({targets[n] for n, (_, _, parameter) in chosen.items() if parameter})
     config = {
-        "alpha_pattern": _patterns(alphas, alpha),
+        "alpha_pattern": end_patterns(alphas, alpha),
         "base_model_name_or_path": base,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -235,7 +235,7 @@ def write_config(
         "modules_to_save": None,
         "peft_type": "LORA",
         "r": rank,
-        "rank_pattern": _patterns(ranks, rank),
+        "rank_pattern": end_patterns(ranks, rank),
         "target_modules": sorted({targets[n] for n, (_, _, p) in chosen.items() if not p}),
         "task_type": "CAUSAL_LM",
         "use_dora": False,
@@ -247,17 +247,17 @@ def write_config(
     (folder / CONFIG).write_text(text, encoding="utf-8")
 
 
-def _plain(value: float) -> int | float:
+def plain_number(value: float) -> int | float:
     """A number of float32 origin as people write it: 16, not 15.999999."""
     near = round(value)
     return near if near and abs(value - near) <= 1e-6 * near else float(value)
 
 
-def _commonest(values: Iterable[Any]) -> Any:
+def commonest(values: Iterable[Any]) -> Any:
     return collections.Counter(values).most_common(1)[0][0]
 
 
-def _patterns(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
+def end_patterns(values: Mapping[str, Any], default: Any) -> dict[str, Any]:
     """End of a name, as a regular expression -> value, where it is not the default."""
     out: dict[str, Any] = {}
     for value in sorted(set(values.values()) - {default}):
