@@ -53,10 +53,11 @@ def without_limits(parts: ModelParts) -> ModelParts:
     """
     moe = parts.cfg.moe
     free = moe.replace(capacity_factor=0.0, exchange="auto")
-    tracked = {name: value for name, value in parts.options.items() if name != "spread"}
+    kept = {name: parts.options[name] for name in ("spread", "adapters")}
+    tracked = {name: value for name, value in parts.options.items() if name not in kept}
     if free == moe and not any(tracked.values()):
         return parts
-    return model_parts(parts.cfg.replace(moe=free), spread=parts.options["spread"])
+    return model_parts(parts.cfg.replace(moe=free), **kept)
 
 
 class Generator:
