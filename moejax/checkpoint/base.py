@@ -43,7 +43,7 @@ def base_leaves(cfg: RunConfig, parts: ModelParts, wanted: Leaves) -> dict[str, 
     """
     if not cfg.init_from:
         return _drawn(cfg.seed, parts, wanted)
-    weights = open_weights(cfg.init_from)
+    weights = open_weights(cfg.init_from, packed=cfg.model.moe.expert_format == "mxfp4")
     for name, leaf in wanted.items():
         if weights.shapes.get(name) != leaf.shape:
             there = weights.shapes.get(name, "nothing")

@@ -14,7 +14,7 @@ import numpy as np
 from moejax.checkpoint import quant
 from moejax.checkpoint.hf_folder import HfWriter
 from moejax.checkpoint.hf_import import CARRIED, HF_FOLDER, MANIFEST, OnBytes, size_of
-from moejax.checkpoint.key_map import Entry, KeyMap
+from moejax.checkpoint.key_map import Entry, Index, KeyMap
 from moejax.checkpoint.layout import CheckpointError, locate, named_leaves, steps_in
 from moejax.checkpoint.leaf_reader import LeafReader
 from moejax.checkpoint.safetensors_file import SafetensorsFile
@@ -45,7 +45,7 @@ class _Plan(NamedTuple):
     """How one tensor of the model is written."""
 
     entry: Entry
-    kind: str  # plain, mxfp4, fp8
+    kind: str  # plain, mxfp4, fp8; packed: codes or scales as the tree has them
     dtype: str
     shape: tuple[int, ...]
 
@@ -96,13 +96,17 @@ def export_hf(
     cfg = build_section(RunConfig, reader.meta["config"]).model
     raw, manifest = _origin(side, cfg)
     family = FAMILIES[raw["model_type"]]
-    if experts == "mxfp4" and raw["model_type"] != "kimi_k3":
+    asked = dtype if experts == "source" else experts
+    unpacks = cfg.moe.expert_format == "mxfp4" and asked not in ("source", "mxfp4")
+    stays_packed = cfg.moe.expert_format == "mxfp4" and not unpacks
+    if (asked == "mxfp4" or stays_packed) and raw["model_type"] != "kimi_k3":
         raise CheckpointError(
             f"--experts=mxfp4: no published {raw['model_type']} checkpoint stores experts so. "
             "Export with --experts=bfloat16."
         )
     parts = model_parts(cfg)
-    keys = KeyMap(parts, family.spelling)
+    plain = cfg.replace(moe=cfg.moe.replace(expert_format="plain"))
+    keys = KeyMap(model_parts(plain) if unpacks else parts, family.spelling)
     carried = read_carried(step_dir) or _carried_of(side)
     plans = [
         _plan(entry, manifest, dtype, experts)
@@ -114,11 +118,17 @@ def export_hf(
     total, done = sum(size_of(kind, shape) for _, kind, shape in files), 0
     item_of = {leaf: f"params/{leaf}" for leaf in named_leaves(parts.params)}
     item_of |= {leaf: f"balance/{leaf}" for leaf in named_leaves(parts.balance)}
+
+    def read(leaf: str, index: Index) -> np.ndarray:
+        values = reader.read(item_of[leaf], index)
+        if not (unpacks and f"{leaf}_scales" in item_of):
+            return values
+        scales = reader.read(item_of[f"{leaf}_scales"], index)
+        return quant.mxfp4_decode(values.T, scales.T).T  # one expert's [in, out]
+
     with HfWriter(out, files, max_shard_bytes) as writer:
         for plan in plans:
-            array = keys.to_theirs(
-                plan.entry.name, lambda leaf, index: reader.read(item_of[leaf], index)
-            )
+            array = keys.to_theirs(plan.entry.name, read)
             for key, encoded in _encoded(plan, array, carried):
                 writer.add(key, encoded)
             done += sum(size_of(kind, shape) for _, kind, shape in plan.files())
@@ -153,6 +163,8 @@ def _carried_of(side: pathlib.Path) -> SafetensorsFile | None:
 
 
 def _plan(entry: Entry, manifest: Mapping[str, Any], dtype: str, experts: str) -> _Plan:
+    if entry.name.endswith(("_packed", "_scale")):
+        return _Plan(entry, "packed", "U8", entry.shape)
     asked = experts if ".experts." in entry.name and experts != "source" else dtype
     stored = manifest.get(entry.name)
     shape = tuple(stored[2]) if stored else entry.shape
@@ -175,6 +187,9 @@ def _encoded(
     """The arrays to write; with the scales that came along, untouched weights give their codes."""
     files = plan.files()
     scales = None
+    if plan.kind == "packed":
+        yield files[0][0], array
+        return
     if carried is not None and files[-1][0] in carried.tensors and plan.kind != "plain":
         scales = carried.read(files[-1][0])
     if plan.kind == "mxfp4":
@@ -230,7 +245,7 @@ def _extra_keys(
 def _write_side_files(
     writer: HfWriter, side: pathlib.Path, raw: Mapping[str, Any], plans: list[_Plan]
 ) -> None:
-    kinds = {plan.kind for plan in plans}
+    kinds = {"mxfp4" if plan.kind == "packed" else plan.kind for plan in plans}
     original = side / "config.json"
     config = _with_quantization(
         raw, kinds, {plan.dtype for plan in plans if not plan.entry.float32}

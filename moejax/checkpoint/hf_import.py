@@ -28,6 +28,7 @@ CARRIED = "carried.safetensors"
 DTYPES: Mapping[str, Any] = {
     "auto": None, "float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }  # fmt: skip
+EXPERTS = ("unpacked", "packed")
 _SIDE_FILES = ("config.json", "generation_config.json")
 
 OnBytes = Callable[[int, int, str], Any]
@@ -62,6 +63,7 @@ def import_hf(
     out: str | pathlib.Path,
     *,
     dtype: str = "auto",
+    experts: str = "unpacked",
     allow: Collection[str] = (),
     changes: Changes | None = None,
     on_bytes: OnBytes | None = None,
@@ -75,6 +77,8 @@ def import_hf(
       out: a folder that does not exist or is empty.
       dtype: of the leaves. "auto": as stored, codes in bfloat16 (exact for MXFP4, rounded once for
         fp8); or "float32", "bfloat16". Parameters of the float32 list stay float32 in any case.
+      experts: "packed" keeps the bytes of routed experts in MXFP4, for a model with
+        `model.moe.expert_format="mxfp4"`.
       allow: names, or beginnings of names, of tensors that no part of the model answers to; they
         are carried along.
       changes: tensors that are changed on the way; the result is rounded once.
@@ -85,8 +89,10 @@ def import_hf(
     """
     if dtype not in DTYPES:
         raise CheckpointError(f"--dtype={dtype} is not one of {', '.join(DTYPES)}.")
+    if experts not in EXPERTS:
+        raise CheckpointError(f"--experts={experts} is not one of {', '.join(EXPERTS)}.")
     began = time.perf_counter()
-    source = HfSource(src, allow_unexpected=allow)
+    source = HfSource(src, allow_unexpected=allow, packed=experts == "packed")
     out = pathlib.Path(out).expanduser().absolute()
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise CheckpointError(f"{out} exists and is not empty: name another folder.")
@@ -118,9 +124,11 @@ def import_hf(
 def _leaf_dtypes(source: HfSource, dtype: str) -> dict[str, np.dtype]:
     asked = DTYPES[dtype]
     kept = {leaf for e in source.map.entries.values() if e.float32 for leaf, _ in e.places}
+    exact = {leaf: source.leaf_dtype(leaf) for leaf in source.map.leaves}
+    bits = {leaf for leaf, kind in exact.items() if kind == np.uint8}
     return {
-        leaf: np.dtype(np.float32) if leaf in kept else asked or source.leaf_dtype(leaf)
-        for leaf in source.map.leaves
+        leaf: np.dtype(np.float32) if leaf in kept else kind if leaf in bits else asked or kind
+        for leaf, kind in exact.items()
     }
 
 
@@ -230,5 +238,9 @@ def write_side_files(source: HfSource, folder: pathlib.Path) -> None:
             shutil.copyfile(source.folder.path / name, folder / name)
     for path in source.folder.tokenizer_files():
         shutil.copyfile(path, folder / path.name)
-    tensors = {name: [s.kind, s.dtype, list(s.shape)] for name, s in source.tensors.items()}
+    tensors = {
+        name: [s.kind, s.dtype, list(s.shape)]
+        for name, s in source.stored.items()
+        if not set(s.keys) & set(source.carried)
+    }
     (folder / MANIFEST).write_text(json.dumps({"tensors": tensors}), encoding="utf-8")

@@ -32,7 +32,11 @@ _PLAIN = ("F32", "BF16", "F16")
 
 
 class Stored(NamedTuple):
-    """How a tensor lies in the folder: `plain`, `mxfp4` or `fp8`, and the keys it is made of."""
+    """How a tensor lies in the folder, and the keys it is made of.
+
+    `kind` is `plain`, `mxfp4` or `fp8`; `packed` is one of the two keys of an MXFP4 tensor that is
+    not decoded.
+    """
 
     kind: str
     keys: tuple[str, ...]
@@ -41,6 +45,8 @@ class Stored(NamedTuple):
 
     def exact_dtype(self) -> np.dtype:
         """The smallest of our types that holds the values (fp8 products rounded to bfloat16)."""
+        if self.kind == "packed":
+            return np.dtype(np.uint8)
         if self.kind != "plain":
             return _BF16
         dtype = np.dtype(DTYPES[self.dtype])
@@ -54,20 +60,29 @@ class HfSource:
       folder: the files.
       raw_config: its `config.json`.
       family, cfg, parts, map: what model it is, and where its tensors go.
-      tensors: name -> how it is stored, of every tensor of the model.
+      stored: name -> how it is stored, of every tensor of the folder.
+      tensors: the same of every tensor of the model; packed experts by key.
       carried: names that belong to no part of ours and are kept as they are.
       absent: tensors of the model that the folder may lack, and does.
     """
 
-    def __init__(self, path: str | pathlib.Path, *, allow_unexpected: Collection[str] = ()):
+    def __init__(
+        self,
+        path: str | pathlib.Path,
+        *,
+        allow_unexpected: Collection[str] = (),
+        packed: bool = False,
+    ):
         """
         Args:
           path: folder of config.json and safetensors.
           allow_unexpected: names (or beginnings of names) that may be there although no part of the
             model answers to them; they are carried.
+          packed: routed experts in MXFP4 stay as they are: leaves of codes and of scales.
         Raises:
           UnsupportedError: a family, or a part of one, that is not ours.
-          CheckpointError: names the first key that is missing, unexpected or of another shape.
+          CheckpointError: names the first key that is missing, unexpected or of another shape, or
+            the first expert that is not MXFP4 although it is to stay packed.
         """
         self.folder = HfFolder(path)
         self.raw_config = self.folder.config
@@ -77,9 +92,17 @@ class HfSource:
         except UnsupportedError as error:
             raise self._with_tensor(error, keys) from error
         self._check_blocks()
+        self.stored = _gather(keys, self.folder)
+        if packed:
+            if all(tensor.kind != "mxfp4" for tensor in self.stored.values()):
+                raise CheckpointError(
+                    f"{self.folder.path}: no tensor is MXFP4, so no experts can stay packed. "
+                    "Import them unpacked."
+                )
+            self.cfg = self.cfg.replace(moe=self.cfg.moe.replace(expert_format="mxfp4"))
         self.parts = model_parts(self.cfg)
         self.map = KeyMap(self.parts, self.family.spelling, num_mtp_layers(self.raw_config))
-        stored = _gather(keys, self.folder)
+        stored = self._kept_packed() if packed else self.stored
         self.carried = self._sort_out(stored, tuple(allow_unexpected))
         self.tensors = {name: s for name, s in stored.items() if name not in self._extra}
         self.absent = self._check()
@@ -87,6 +110,25 @@ class HfSource:
         for name in self.tensors:
             for leaf, index in self.map.entries[name].places:
                 self._by_leaf.setdefault(leaf, []).append((name, index))
+
+    def _kept_packed(self) -> dict[str, Stored]:
+        """The stored tensors with codes and scales of experts each for itself."""
+        out: dict[str, Stored] = {}
+        for name, tensor in self.stored.items():
+            if f"{name}_packed" not in self.map.entries:
+                out[name] = tensor
+            elif tensor.kind != "mxfp4":
+                raise CheckpointError(
+                    f"{self.folder.file_of(tensor.keys[0])}, key {name}: experts of type "
+                    f"{tensor.dtype} are not packed. Only MXFP4 stays packed; import unpacked."
+                )
+            else:
+                shapes = (self.folder.keys()[key][1] for key in tensor.keys)
+                out |= {
+                    key: Stored("packed", (key,), shape, "U8")
+                    for key, shape in zip(tensor.keys, shapes, strict=True)
+                }
+        return out
 
     def _check_blocks(self) -> None:
         """fp8 comes in blocks of 128 x 128; others would be read wrongly, not refused, later."""
@@ -152,6 +194,8 @@ class HfSource:
         if tensor.kind == "fp8":
             codes, scales = map(self.folder.read, tensor.keys)
             return quant.fp8_block_decode(codes, scales, dtype=dtype)
+        if tensor.kind == "packed":
+            return self.folder.read(name)
         return self.folder.read(name).astype(dtype, copy=False)
 
     def pieces(self, name: str, dtype: Any = np.float32) -> Iterator[Piece]:
@@ -159,9 +203,9 @@ class HfSource:
         return self.map.to_ours(name, self.read(name, dtype))
 
     def leaf_dtype(self, leaf: str) -> np.dtype:
-        """The type that holds all tensors of a leaf: float32 as soon as one is."""
+        """The type that holds all tensors of a leaf: float32 as soon as one is, bits for bits."""
         kinds = {self.tensors[name].exact_dtype() for name, _ in self._by_leaf.get(leaf, ())}
-        return _BF16 if kinds == {_BF16} else np.dtype(np.float32)
+        return kinds.pop() if len(kinds) == 1 else np.dtype(np.float32)
 
     def read_leaf(self, leaf: str, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
         """The values of a leaf in a rectangle; places that the folder lacks are zero.

@@ -164,7 +164,8 @@ class KeyMap:
                 yield Entry(name, form.stored, ((leaf, index),), form, False)
 
     def _forms(self, prefix: str, attention: str, ffn: str) -> Iterator[tuple[TensorRule, _Form]]:
-        for rule in layer_rules(attention, ffn):
+        packed = self.parts.cfg.moe.expert_format == "mxfp4"
+        for rule in layer_rules(attention, ffn, packed=packed):
             leaves = [f"{prefix}/{part.leaf.replace('.', '/')}" for part in rule.parts]
             if all(leaf in self.leaves for leaf in leaves):
                 yield rule, _form(rule, [self.leaves[leaf].shape[2:] for leaf in leaves])

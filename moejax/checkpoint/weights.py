@@ -34,14 +34,17 @@ class Weights(Protocol):
         ...
 
 
-def open_weights(path: str | pathlib.Path) -> Weights:
+def open_weights(path: str | pathlib.Path, *, packed: bool = False) -> Weights:
     """A workdir, a step, an import, or a Hugging Face folder.
 
+    Args:
+      packed: routed experts of a Hugging Face folder stay in MXFP4; what a checkpoint holds is
+        decided already.
     Raises:
       CheckpointError: nothing there that can be read.
     """
     path = pathlib.Path(path).expanduser()
-    return HfWeights(path) if is_hf_folder(path) else CheckpointWeights(path)
+    return HfWeights(path, packed=packed) if is_hf_folder(path) else CheckpointWeights(path)
 
 
 def is_hf_folder(path: pathlib.Path) -> bool:
@@ -90,8 +93,8 @@ class CheckpointWeights:
 class HfWeights:
     """Weights of a Hugging Face folder, read straight into each device's share."""
 
-    def __init__(self, path: pathlib.Path):
-        self._source = HfSource(path)
+    def __init__(self, path: pathlib.Path, *, packed: bool = False):
+        self._source = HfSource(path, packed=packed)
         self.model = self._source.cfg
         self._inner: dict[str, str] = {}
         for top, tree in (

@@ -13,6 +13,7 @@ from moejax.config import ConfigError
 EXAMPLES = (
     "moejax import-hf models/Kimi-Linear-48B-A3B --out=runs/kimi_linear",
     "moejax import-hf models/DeepSeek-V3.2 --out=runs/v32 --dtype=float32",
+    "moejax import-hf models/Kimi-K3 --out=runs/k3 --experts=packed",
     "moejax generate --checkpoint=runs/kimi_linear --prompt='The capital of France is'",
 )
 
@@ -34,6 +35,10 @@ def main(argv: Sequence[str]) -> int:
         help="auto (as stored; codes as bfloat16), float32 or bfloat16 (default: auto)",
     )  # fmt: skip
     parser.add_argument(
+        "--experts", default="unpacked", metavar="FORM",
+        help="unpacked, or packed: routed experts in MXFP4 keep their bytes (default: unpacked)",
+    )  # fmt: skip
+    parser.add_argument(
         "--allow", action="append", default=[], metavar="NAME",
         help="carry along tensors whose names begin so, although no part answers to them",
     )  # fmt: skip
@@ -46,8 +51,9 @@ def main(argv: Sequence[str]) -> int:
 
     with sigterm_as_interrupt(), ByteBar("importing") as bar:
         report = import_hf(
-            options.SRC, options.out, dtype=options.dtype, allow=options.allow, on_bytes=bar.update
-        )
+            options.SRC, options.out, dtype=options.dtype, experts=options.experts,
+            allow=options.allow, on_bytes=bar.update,
+        )  # fmt: skip
     facts = {**report._asdict(), "checkpoint": str(report.checkpoint)}
     if options.json:
         print(json.dumps(facts))

@@ -98,7 +98,7 @@ def _abstract(parts: ModelParts, mesh: Mesh, dtype: Any) -> tuple[PyTree, PyTree
     leaves = [
         jax.ShapeDtypeStruct(
             leaf.shape,
-            jnp.float32 if is_kept_float32(name.replace("/", ".")) else jnp.dtype(dtype),
+            leaf.dtype if _is_kept(name, leaf) else jnp.dtype(dtype),
         )
         for name, leaf in named_leaves(parts.params).items()
     ]
@@ -108,6 +108,11 @@ def _abstract(parts: ModelParts, mesh: Mesh, dtype: Any) -> tuple[PyTree, PyTree
         _placed(params, shardings_for(parts.infos, parts.params, mesh)),
         _placed(parts.balance, everywhere),
     )
+
+
+def _is_kept(name: str, leaf: jax.ShapeDtypeStruct) -> bool:
+    """Whether a leaf has its own type whatever the others have; packed ones are no numbers."""
+    return leaf.dtype == jnp.uint8 or is_kept_float32(name.replace("/", "."))
 
 
 def _tokenizer(cfg: RunConfig, workdir: pathlib.Path) -> Tokenizer | None:

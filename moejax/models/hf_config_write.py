@@ -112,6 +112,7 @@ _NOT_WRITTEN = (
     "dsa.stage", "dsa.kl_weight", "dsa.k_norm_eps", "moe.balance", "moe.bias_rate",
     "moe.aux_weight", "moe.exchange", "moe.exchange_slices", "moe.exchange_level",
     "moe.exchange_hosts", "moe.buffer_factor", "moe.receive_factor", "moe.capacity_factor",
+    "moe.expert_format",
 )  # fmt: skip
 
 

@@ -121,21 +121,39 @@ def _glu(prefix: str, leaf: str, names: tuple[str, str, str], expert: str = "") 
 
 _PLAIN = ("gate_proj", "up_proj", "down_proj")
 DENSE_RULES = _glu("mlp", "ffn", _PLAIN)
-MOE_RULES = (
+_EXPERT_RULES = _glu("{moe}.experts.{e}", "ffn.experts", ("{w_gate}", "{w_up}", "{w_down}"), "e ")
+_MOE_RULES = (
     _rule("{moe}.gate.weight", "e d", "ffn.router.weight", "d e"),
     _rule("{moe}.gate.{bias}", "e", "ffn.router.bias", "e"),
     _rule("{moe}.routed_expert_down_proj.weight", "l d", "ffn.latent_down", "d l"),
     _rule("{moe}.routed_expert_norm.weight", "l", "ffn.latent_norm.weight", "l"),
     _rule("{moe}.routed_expert_up_proj.weight", "d l", "ffn.latent_up", "l d"),
     *_glu("{moe}.shared_experts", "ffn.shared", _PLAIN),
-    *_glu("{moe}.experts.{e}", "ffn.experts", ("{w_gate}", "{w_up}", "{w_down}"), "e "),
 )
+MOE_RULES = _MOE_RULES + _EXPERT_RULES
 
 
-def layer_rules(attention: str, ffn: str) -> tuple[TensorRule, ...]:
-    """Rules that can apply to a layer of these kinds (`kda`, `mla`, `dsa`; `dense`, `moe`)."""
+def packed_rules(rule: TensorRule) -> tuple[TensorRule, TensorRule]:
+    """Codes and scales of an expert's map that stays packed, as MXFP4 checkpoints name them."""
+    codes, scales = (
+        _rule(f"{rule.name}_{end}", rule.theirs, f"{rule.parts[0].leaf}{leaf}", rule.parts[0].dims)
+        for end, leaf in (("packed", ""), ("scale", "_scales"))
+    )
+    return codes, scales
+
+
+_PACKED_RULES = _MOE_RULES + tuple(one for rule in _EXPERT_RULES for one in packed_rules(rule))
+
+
+def layer_rules(attention: str, ffn: str, *, packed: bool = False) -> tuple[TensorRule, ...]:
+    """Rules that can apply to a layer of these kinds (`kda`, `mla`, `dsa`; `dense`, `moe`).
+
+    Args:
+      packed: routed experts are kept in MXFP4.
+    """
     attention_rules = KDA_RULES if attention == "kda" else MLA_RULES
-    return _COMMON_RULES + attention_rules + (DENSE_RULES if ffn == "dense" else MOE_RULES)
+    moe_rules = _PACKED_RULES if packed else MOE_RULES
+    return _COMMON_RULES + attention_rules + (DENSE_RULES if ffn == "dense" else moe_rules)
 
 
 @dataclasses.dataclass(frozen=True)

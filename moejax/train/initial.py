@@ -39,7 +39,7 @@ def start_from_weights(program: Program, say: Say) -> tuple[TrainState, Weights]
       ConfigError: a leaf on either side that has no partner and is not named.
     """
     cfg = program.cfg
-    weights = open_weights(cfg.init_from)
+    weights = open_weights(cfg.init_from, packed=cfg.model.moe.expert_format == "mxfp4")
     wanted = _wanted(program)
     taken = {n: x for n, x in wanted.items() if weights.shapes.get(n) == x.shape}
     fresh = [name for name in wanted if name not in taken]

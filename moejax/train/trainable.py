@@ -68,10 +68,20 @@ def merge(trained: dict, frozen: dict) -> dict:
 def stored_params(cfg: TrainConfig, params: dict, infos: dict, mask: dict) -> dict:
     """ShapeDtypeStructs of the parameters as they are kept: frozen ones in `train.frozen_dtype`.
 
-    Leaves that must not be rounded stay float32 all the same.
+    Leaves that must not be rounded stay float32 all the same, and packed ones what they are.
+
+    Raises:
+      ConfigError: a packed leaf would be trained.
     """
 
     def stored(leaf: Any, info: Any, trained: bool) -> jax.ShapeDtypeStruct:
+        if leaf.dtype == jnp.uint8 and trained:
+            raise ConfigError(
+                f"model.moe.expert_format='mxfp4' keeps {info.name} packed, which cannot be "
+                "trained. Train adapters (lora.rank), or use expert_format='plain'."
+            )
+        if leaf.dtype == jnp.uint8:
+            return leaf
         rounded = not trained and not is_kept_float32(info.name)
         dtype = jnp.dtype(cfg.frozen_dtype) if rounded else leaf.dtype
         return jax.ShapeDtypeStruct(leaf.shape, dtype)

@@ -77,11 +77,12 @@ class Experts(nnx.Module):
 
 
 def _packed(plain: nnx.Param) -> tuple[nnx.Param, nnx.Param]:
-    """Codes and scales of a map [E, in, ...]: no matrices for an optimizer."""
-    value, axes = plain[...], plain.get_metadata()["axes"]
+    """Codes and scales of a map [E, in, ...], laid out as it is."""
+    value, meta = plain[...], plain.get_metadata()
+    about = {name: meta[name] for name in ("axes", "matrix", "head_axis")}
     E, K, *out = value.shape
     codes, scales = (
-        nnx.Param(part.reshape(E, -1, *out), axes=axes, matrix=None, head_axis=None)
+        nnx.Param(part.reshape(E, -1, *out), **about)
         for part in mxfp4.encode(value.reshape(E, K, -1))
     )
     return codes, scales
