@@ -96,12 +96,13 @@ def start() -> TrainState:
     that do not enlarge. With the largest ones one device alone is 1e-3 away from its float64 self.
     """
     _, params, balance = lively(MODEL, seed=1)
-    params = jax.tree_util.tree_map_with_path(_calmer, params)
+    params = jax.tree_util.tree_map_with_path(calmer, params)
     program = build_program(config({"fsdp": 1}), mesh_of({"fsdp": 1}))
     return TrainState(params, program.optimizer.init(params), balance, np.int32(0))
 
 
-def _calmer(path, leaf: np.ndarray) -> np.ndarray:
+def calmer(path, leaf: np.ndarray) -> np.ndarray:
+    """A leaf of lively weights in a size at which float32 resolves the gradient, see `start`."""
     name = path[-1].key
     if name.endswith("_conv"):
         return np.float32(0.3) * (1 + leaf)
