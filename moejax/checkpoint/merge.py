@@ -6,16 +6,14 @@ bit for bit.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import pathlib
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -26,20 +24,18 @@ from moejax.checkpoint.hf_source import HfSource
 from moejax.checkpoint.key_map import KeyMap
 from moejax.checkpoint.layout import CheckpointError, locate, steps_in
 from moejax.checkpoint.leaf_reader import LeafReader
+from moejax.checkpoint.merged_step import copy_side_files, with_plain_experts, write_merged
 from moejax.checkpoint.partial import partial_folder
-from moejax.checkpoint.peft_fold import Adapters, Change, changes_of, folded_names
+from moejax.checkpoint.peft_fold import Adapters, changes_of, folded_names
 from moejax.checkpoint.peft_names import PeftNames
 from moejax.checkpoint.peft_read import PeftFolder
 from moejax.checkpoint.peft_run import RunAdapters, model_type_of, names_of
-from moejax.checkpoint.piecewise import chunk_shape
-from moejax.checkpoint.streamed import StreamedCheckpoint, read_carried
 from moejax.checkpoint.weights import is_hf_folder
 from moejax.config import RunConfig, build_section
 from moejax.models.hf_config import FAMILIES
 from moejax.models.parts import model_parts
 
 _SMALL = 1 << 20  # values of a leaf that is read whole to be recognised
-_TOKENIZERS = ("tokenizer*.json", "tiktoken.model", "special_tokens_map.json", "chat_template*")
 
 
 class MergeReport(NamedTuple):
@@ -104,11 +100,15 @@ def _over_folder(
     base: pathlib.Path, out: pathlib.Path, trained: RunAdapters | None, adapter: Any, on_bytes: Any
 ) -> tuple[int, int, int]:
     """A base in a published format: its import, with some tensors changed on the way."""
-    source = HfSource(base)
+    packed = trained is not None and _is_packed(trained.cfg) and not _on_experts(trained)
+    source = HfSource(base, packed=packed)
     names = PeftNames(source.parts, source.family.spelling, str(source.raw_config["model_type"]))
     adapters = _adapters(trained, adapter, names)
     _check_base(trained, base, lambda leaf: _whole(source, leaf))
-    import_hf(base, out, changes=changes_of(adapters, source.map, trained), on_bytes=on_bytes)
+    changes = changes_of(adapters, source.map, trained)
+    import_hf(
+        base, out, experts="packed" if packed else "unpacked", changes=changes, on_bytes=on_bytes
+    )
     folded = folded_names(adapters)
     return len(adapters.maps()), len(folded), sum(source.tensors[n].kind != "plain" for n in folded)
 
@@ -122,19 +122,21 @@ def _over_checkpoint(
     cfg = build_section(RunConfig, reader.meta["config"])
     if cfg.lora.rank:
         raise CheckpointError(
-            f"--base={base} holds adapters itself. Merge them first: moejax merge-lora {base} "
-            "--out=DIR."
+            f"--base={base} holds adapters itself. Merge them first: moejax merge-lora "
+            f"--workdir={base} --out=DIR."
         )
     model_type = model_type_of(directory.parent, cfg.model)
-    key_map = KeyMap(model_parts(cfg.model), FAMILIES[model_type].spelling)
     adapters = _adapters(trained, adapter, names_of(cfg.model, model_type))
     _check_base(trained, base, lambda leaf: reader.read(f"params/{leaf}"))
+    if _is_packed(cfg) and _on_experts(adapters):
+        cfg = with_plain_experts(cfg)
+    key_map = KeyMap(model_parts(cfg.model), FAMILIES[model_type].spelling)
     changes = changes_of(adapters, key_map, trained)
     partial = partial_folder(out)
     try:
         partial.mkdir(parents=True)
-        _copy_side_files(directory.parent, partial, out)
-        _write_step(reader, key_map, changes, partial, on_bytes)
+        copy_side_files(directory.parent, partial, out, cfg)
+        write_merged(reader, cfg, key_map, changes, partial, on_bytes)
         if out.is_dir():
             out.rmdir()
         partial.rename(out)
@@ -144,6 +146,14 @@ def _over_checkpoint(
         shutil.rmtree(partial, ignore_errors=True)
     folded, kinds = folded_names(adapters), _stored_kinds(out)
     return len(adapters.maps()), len(folded), sum(kinds.get(n, "plain") != "plain" for n in folded)
+
+
+def _is_packed(cfg: RunConfig) -> bool:
+    return cfg.model.moe.expert_format == "mxfp4"
+
+
+def _on_experts(adapters: Adapters) -> bool:
+    return any(adapters.names.maps[name].num_experts for name in adapters.maps())
 
 
 def _adapters(trained: RunAdapters | None, adapter: Any, names: PeftNames) -> Adapters:
@@ -163,14 +173,18 @@ def _check_base(
     trained: RunAdapters | None, base: pathlib.Path, read: Callable[[str], np.ndarray]
 ) -> None:
     """Compares the smaller leaves of a base with the fingerprint of the one trained on."""
-    marks = trained.position.get("base", {}) if trained else {}
-    marks = {name: mark for name, mark in marks.items() if math.prod(mark[0]) <= _SMALL}
-    found: dict[str, list] = {}
-    for name, (_, dtype, _) in marks.items():
-        leaf = jnp.asarray(read(name.partition("/")[2])).astype(dtype)
-        found |= fingerprint({name: leaf})
-    if trained:
-        check_base(trained.step_dir, str(base), marks, found)
+    if trained is None:
+        return
+    marks = {
+        name: mark
+        for name, mark in trained.position.get("base", {}).items()
+        if math.prod(mark[0]) <= _SMALL and mark[1] != "uint8"
+    }
+    leaves = {
+        name: jnp.asarray(read(name.partition("/")[2])).astype(dtype)
+        for name, (_, dtype, _) in marks.items()
+    }
+    check_base(trained.step_dir, str(base), marks, fingerprint(leaves))
 
 
 def _whole(source: HfSource, leaf: str) -> np.ndarray:
@@ -185,82 +199,3 @@ def _stored_kinds(workdir: pathlib.Path) -> dict[str, str]:
         return {}
     tensors = json.loads(path.read_text(encoding="utf-8"))["tensors"]
     return {name: kind for name, (kind, _, _) in tensors.items()}
-
-
-def _write_step(
-    reader: LeafReader,
-    key_map: KeyMap,
-    changes: Mapping[str, Change],
-    workdir: pathlib.Path,
-    on_bytes: OnBytes | None,
-) -> None:
-    shapes = {
-        name: jax.ShapeDtypeStruct(tuple(shape), np.dtype(dtype))
-        for name, (shape, dtype) in reader.meta["leaves"].items()
-        if name.startswith(("params/", "balance/"))
-    }
-    full = {name.partition("/")[2]: name for name in shapes}
-    touched = {leaf for name in changes for leaf, _ in key_map.entries[name].places}
-    carried = read_carried(reader.step_dir)
-    plan = [] if carried is None else [(k, i.dtype, i.shape) for k, i in carried.tensors.items()]
-    total, done = sum(x.size * x.dtype.itemsize for x in shapes.values()), 0
-    with StreamedCheckpoint(
-        workdir, layout.nest(shapes), config=reader.meta["config"], infos=key_map.parts.infos,
-        carried=plan,
-    ) as step:  # fmt: skip
-        infos = {f"params/{n}": x for n, x in layout.named_leaves(key_map.parts.infos).items()}
-        for name, leaf in shapes.items():
-            if name.partition("/")[2] not in touched:
-                chunk = chunk_shape(leaf.shape, leaf.dtype.itemsize, infos.get(name))
-                for index in _chunks(leaf.shape, chunk):
-                    step.write(name, index, reader.read(name, index))
-                done += leaf.size * leaf.dtype.itemsize
-                if on_bytes:
-                    on_bytes(done, total, name)
-        for name, entry in key_map.entries.items():
-            if not touched.intersection(leaf for leaf, _ in entry.places):
-                continue
-            for inner, index, array in _changed(reader, key_map, name, full, changes.get(name)):
-                step.write(full[inner], index, array)
-                done += array.nbytes
-            if on_bytes:
-                on_bytes(done, total, name)
-        for key, _, _ in plan:
-            assert carried is not None
-            step.carry(key, carried.raw(key))
-
-
-def _changed(
-    reader: LeafReader, key_map: KeyMap, name: str, full: Mapping[str, str], change: Change | None
-) -> Iterator[tuple[str, Any, np.ndarray]]:
-    """Pieces of a stored tensor after its change, in the types of their leaves."""
-    before = key_map.to_theirs(name, lambda leaf, index: reader.read(full[leaf], index))
-    after = before if change is None else change(before.astype(np.float32))
-    for leaf, index, array in key_map.to_ours(name, after):
-        yield leaf, index, array.astype(before.dtype, copy=False)
-
-
-def _chunks(shape: tuple[int, ...], chunk: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """Indices of the pieces of a leaf that are one file each."""
-    starts = [range(0, n, c) for n, c in zip(shape, chunk, strict=True)]
-    for corner in itertools.product(*starts):
-        yield tuple(
-            slice(at, min(at + c, n)) for at, c, n in zip(corner, chunk, shape, strict=True)
-        )
-
-
-def _copy_side_files(workdir: pathlib.Path, partial: pathlib.Path, out: pathlib.Path) -> None:
-    """What export, generation and training find beside the weights, tokenizer included."""
-    if (workdir / HF_FOLDER).is_dir():
-        shutil.copytree(workdir / HF_FOLDER, partial / HF_FOLDER)
-    for pattern in _TOKENIZERS:
-        for path in workdir.glob(pattern):
-            shutil.copyfile(path, partial / path.name)
-    config = workdir / "config.json"
-    if config.is_file():
-        raw = json.loads(config.read_text(encoding="utf-8"))
-        tokenizer = raw.get("data", {}).get("tokenizer")
-        if tokenizer == str(workdir / HF_FOLDER):
-            raw["data"]["tokenizer"] = str(out / HF_FOLDER)
-        text = json.dumps(raw, indent=2) + "\n"
-        (partial / "config.json").write_text(text, encoding="utf-8")

@@ -186,8 +186,13 @@ def _notes(folder: PeftFolder, program: Program) -> list[str]:
             "inputs cannot be dropped"
         )
     assert program.selection is not None
-    lows = {target.rank for target in program.selection.targets}
-    ranks = {folder.read(name).rank for name in folder.maps()}
-    if ranks - lows:
-        notes.append(f"ranks {sorted(ranks)} are filled with zeros to {sorted(lows)}")
+    places = {(m.stack, m.run, m.place, m.path): name for name, m in folder.names.maps.items()}
+    maps = ((t.rank, t.map) for t in program.selection.targets)
+    filled = [
+        folder.read(places[(m.stack, m.run, m.place, m.path)]).rank < rank for rank, m in maps
+    ]
+    if any(filled):
+        notes.append(
+            f"{sum(filled)} adapters are filled with zeros to the rank of other layers in their scan"
+        )
     return notes
