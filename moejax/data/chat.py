@@ -7,6 +7,7 @@ its family by code (Kimi-K3, Kimi-K2), or a plain one.
 
 import dataclasses
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,6 +77,8 @@ class ChatEncoder:
         self._template = read_template(folder, rules.template)
         self._format, self.name = _format_of(tokenizer, self._template)
         self._special: dict[str, int] = {"": tokenizer.eos_id}
+        names = "|".join(map(re.escape, tokenizer.special_names))
+        self._structure = re.compile(names) if names and self._template else None
 
     def __call__(self, texts: Sequence[str], names: Sequence[str]) -> list[Example]:
         """The examples of records as `conversations.chat_documents` gives them.
@@ -91,12 +94,21 @@ class ChatEncoder:
                 if "prompt" in record or self._template is None:
                     pieces.append((place, list(self._pieces(record))))
                 else:
+                    self._check_plain(text)
                     made[place] = self._rendered(record)
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from error
         for place, example in self._joined(pieces):
             made[place] = example
         return [example for example in made if example is not None]
+
+    def _check_plain(self, text: str) -> None:
+        """A template makes one text of structure and contents: these must not look like it."""
+        if self._structure is not None and (found := self._structure.search(text)):
+            raise ConfigError(
+                f"holds the special token {found[0]!r}, which would end or open a turn in the "
+                "rendered text. Take it out, or leave out the record."
+            )
 
     def _pieces(self, record: dict[str, Any]) -> Iterator[Piece]:
         if "prompt" in record:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,7 @@ class ChatFacts:
     def lines(self) -> list[str]:
         """The facts, a line each; what is learned of the example stands in `>>> <<<`."""
         told = [
-            f"conversations: {self.examples:,}, rendered by {self.rendering}",
+            f"conversations: {self.examples:,}, {self.rendering}",
             f"tokens: {self.tokens:,} in {self.rows:,} rows, {self.fill:.1%} full; "
             f"{self.learned:,} are learned ({self.learned / max(self.tokens, 1):.1%})",
         ]
@@ -79,7 +80,18 @@ def chat_facts(cfg: DataConfig, tokenizer: Any, corpus: Corpus) -> ChatFacts:
         for kind, run in itertools.groupby(enumerate(learned), key=lambda pair: pair[1])
     ]
     return ChatFacts(
-        len(corpus), ChatEncoder(tokenizer, corpus.chat).name, rows.num_tokens, rows.num_labels,
+        len(corpus), _rendering(tokenizer, corpus), rows.num_tokens, rows.num_labels,
         rows.num_rows, rows.num_tokens / (rows.num_rows * cfg.seq_len), rows.num_dropped,
         rows.num_truncated, corpus.names[first], parts,
     )  # fmt: skip
+
+
+def _rendering(tokenizer: Any, corpus: Corpus) -> str:
+    """What makes text of the records: a template or code; prompts and completions are text."""
+    assert corpus.chat is not None
+    as_written = sum("prompt" in json.loads(text) for text in corpus.texts)
+    name = ChatEncoder(tokenizer, corpus.chat).name
+    if not as_written:
+        return f"rendered by {name}"
+    others = f", the others by {name}" if as_written < len(corpus) else ""
+    return f"{as_written:,} prompts and completions as they are written{others}"

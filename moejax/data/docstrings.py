@@ -100,16 +100,19 @@ def make_pairs(cfg: DataConfig, max_chars: int) -> dict[str, list[Pair]]:
       max_chars: of a function.
     """
     seen = sorted(stdlib_documents(cfg, "train"))
-    train = {pair.prompt: pair for pair in reversed(_pairs(seen, max_chars))}
+    train = _first_of(_pairs(seen, max_chars))
     text = "\n".join(" ".join(source.split()) for _, source in seen)
-    held_out = {
-        pair.prompt: pair
-        for pair in reversed(_pairs(sorted(stdlib_documents(cfg, "validation")), max_chars))
-        if pair.prompt not in train and pair.completion not in text
-    }
-    # Of equal functions the first is kept, and the order is that of the files.
-    return {name: list(reversed(kept.values())) for name, kept in
-            (("train", train), ("validation", held_out))}  # fmt: skip
+    held_out = _pairs(sorted(stdlib_documents(cfg, "validation")), max_chars)
+    unseen = [pair for pair in held_out if pair.prompt not in train and pair.completion not in text]
+    return {"train": list(train.values()), "validation": list(_first_of(unseen).values())}
+
+
+def _first_of(pairs: Iterable[Pair]) -> dict[str, Pair]:
+    """Prompt -> its first pair, in order."""
+    kept: dict[str, Pair] = {}
+    for pair in pairs:
+        kept.setdefault(pair.prompt, pair)
+    return kept
 
 
 def _pairs(documents: Iterable[tuple[str, str]], max_chars: int) -> list[Pair]:

@@ -69,6 +69,7 @@ class HfTokenizer:
         self.sha256 = hashlib.sha256(data + chosen).hexdigest()
         added = self._hf.get_added_tokens_decoder()
         self._hidden = frozenset(token for token, entry in added.items() if entry.special)
+        self.special_names = tuple(entry.content for entry in added.values() if entry.special)
         kinds = _decoder_kinds(json.loads(data).get("decoder"))
         self.is_bytewise = kinds == ["ByteLevel"]
         self._has_byte_pieces = "ByteFallback" in kinds

@@ -44,7 +44,7 @@ class Documents:
     starts: Int[np.ndarray, "X"]
     eos_id: int
     trained: Bool[np.ndarray, "M"] | None = None
-    trained_bytes: Int[np.ndarray, "X"] | None = None
+    trained_bytes: Int[np.ndarray, "N"] | None = None
     too_long: str = "drop"
 
     def __len__(self) -> int:

@@ -67,6 +67,8 @@ class TiktokenTokenizer:
         self.name = str(path)
         ranks, digest = read_ranks(path)
         self.special_ids = _special_ids(path, len(ranks), special)
+        shown = {special.names.get(token) for token in special.shown}
+        self.special_names = tuple(name for name in self.special_ids if name not in shown)
         self.vocab_size = len(ranks) + len(self.special_ids)
         configured = [self._id_of(name) for name in (special.bos, special.eos, special.pad)]
         self.bos_id, turn_end, self.pad_id = configured

@@ -47,6 +47,7 @@ class Tokenizer(Protocol):
       bos_id: the token that begins a text, None if the tokenizer has none.
       pad_id: the token for padding, None if the tokenizer has none.
       stop_ids: the tokens at which generation ends, `eos_id` first.
+      special_names: names of the tokens that are no text.
       sha256: equal exactly for tokenizers that give the same ids.
     """
 
@@ -56,6 +57,7 @@ class Tokenizer(Protocol):
     bos_id: int | None
     pad_id: int | None
     stop_ids: tuple[int, ...]
+    special_names: tuple[str, ...]
     sha256: str
 
     def encode(self, text: str, *, specials: bool = False) -> Int[np.ndarray, "T"]:
@@ -91,6 +93,7 @@ class ByteTokenizer:
     bos_id: int | None = None
     pad_id: int | None = None
     stop_ids: tuple[int, ...] = (256,)
+    special_names: tuple[str, ...] = ()
     is_bytewise = True
     sha256 = hashlib.sha256(b"utf-8 bytes, eos 256").hexdigest()
 
