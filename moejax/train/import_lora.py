@@ -193,6 +193,6 @@ def _notes(folder: PeftFolder, program: Program) -> list[str]:
     ]
     if any(filled):
         notes.append(
-            f"{sum(filled)} adapters are filled with zeros to the rank of other layers in their scan"
+            f"{sum(filled)} adapters are filled with zeros to the rank of other layers in a scan"
         )
     return notes
