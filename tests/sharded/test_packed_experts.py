@@ -54,12 +54,12 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(FSDP8, "local"),
     Case(DATA2_FSDP2_EXPERT2, "padded", slices=2, shared_a=False),
     Case(DATA2_EXPERT4, "padded", copies=True),
-    Case(EXPERT8, "ragged", "host", hosts=2, factor=0.5),
 ]
 MORE = [
+    Case(FSDP8, "local"),
+    Case(EXPERT8, "ragged", "host", hosts=2, factor=0.5),
     Case(FSDP2_EXPERT4, "ragged", "device", factor=0.25),
     Case(EXPERT8, "padded", factor=0.25, slices=2),
     Case(EXPERT8, "padded", "host", hosts=4, slices=2, shared_a=False),
