@@ -38,7 +38,7 @@ _BAD_INPUT, _INTERRUPTED, _NO_READER = 2, 130, 141
 
 def help_text() -> str:
     """What `moejax --help` prints."""
-    rows = "".join(f"  {name:<11}{what}\n" for name, (_, what) in COMMANDS.items())
+    rows = "".join(f"  {name:<13}{what}\n" for name, (_, what) in COMMANDS.items())
     return (
         f"moejax {__version__}: trains the Kimi-K3 family of mixture-of-experts models in JAX.\n\n"
         "usage: moejax COMMAND [options]\n\n"

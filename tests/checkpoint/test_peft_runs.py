@@ -199,6 +199,7 @@ def test_ranks_and_scales_of_neighbours_in_a_scan(tmp_path):
     assert all(again.read(key).rank == low.rank for key, low in lows.items())
 
 
+@pytest.mark.slow
 def test_a_narrow_base_is_rounded_once(tmp_path):
     """bfloat16 leaves: float32 sums rounded at the end; whatever has no adapter keeps its bits."""
     names, lows = k3(tmp_path)
