@@ -222,7 +222,7 @@ def evaluate(
         "perplexity": perplexity(result.loss),
         "bits_per_byte": result.nats_per_byte / math.log(2),
         "num_tokens": result.num_labels,
-        "num_bytes": corpus.num_bytes,
+        "num_bytes": batches.num_bytes,
         "documents": len(corpus),
     }
 

@@ -11,7 +11,6 @@ from moejax.config import DataConfig
 from moejax.data.chat import ChatEncoder
 from moejax.data.corpus import Corpus
 from moejax.data.packing import tokenize_corpus
-from moejax.data.rows import ShuffledRows
 from moejax.data.whole_rows import WholeRows
 
 
@@ -68,8 +67,8 @@ def chat_facts(cfg: DataConfig, tokenizer: Any, corpus: Corpus) -> ChatFacts:
     """
     assert corpus.chat is not None
     documents = tokenize_corpus(tokenizer, corpus)
-    ShuffledRows(documents, cfg.seq_len, 0)  # refuses what holds no row
     rows = WholeRows(documents, np.arange(len(documents)), cfg.seq_len)
+    rows.check_filled("the training split")
     row, owners = rows.row(0), rows.document_ids(0)
     first = int(owners[owners >= 0][0])
     tokens = row["tokens"][owners == first]

@@ -43,11 +43,6 @@ class EvalBatches:
         max_rows: int = 0,
     ):
         self._rows = pack(documents, np.arange(len(documents)), seq_len)
-        if not self._rows.num_rows:
-            raise ConfigError(
-                f"every conversation of the held-out data is longer than data.seq_len={seq_len}. "
-                "Raise it, or set data.too_long='truncate'."
-            )
         self._padding = padding_row(seq_len, documents.eos_id)
         self._batch_size, self._shard = batch_size, shard
         self._with_ids = document_ids
@@ -57,6 +52,7 @@ class EvalBatches:
         self.num_tokens, self.num_labels = self._rows.num_tokens, self._rows.num_labels
         self.num_bytes, counted = num_bytes, self.num_tokens
         if isinstance(self._rows, WholeRows):
+            self._rows.check_filled("the held-out data")
             self.num_bytes, counted = self._rows.num_bytes, self.num_labels
         self.bytes_per_token = self.num_bytes / counted
 

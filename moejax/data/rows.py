@@ -6,6 +6,7 @@ it sees the same bits, wherever in an epoch or a document it stopped.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -84,12 +85,15 @@ class ShuffledRows:
         order = _drawn_order(len(self._documents), self._seed, 0, _DOCUMENT_ORDER)
         self._whole = WholeRows(self._documents, order, self._seq_len)
         self.rows_per_epoch = self._whole.num_rows
-        if not self.rows_per_epoch:
-            raise ConfigError(
-                f"the training split{name and f' of {name}'} has no conversation that fits "
-                f"data.seq_len={self._seq_len}. Raise it, or set data.too_long='truncate'."
-            )
+        self._whole.check_filled(f"the training split{name and f' of {name}'}")
         self.num_rows = epochs * self.rows_per_epoch if epochs else None
+        if self._whole.num_dropped or self._whole.num_truncated:
+            warnings.warn(
+                f"of {len(self._documents):,} conversations {self._whole.num_dropped:,} are left "
+                f"out and {self._whole.num_truncated:,} cut in front: they are longer than "
+                f"data.seq_len={self._seq_len} (data.too_long={self._documents.too_long!r})",
+                stacklevel=2,
+            )
 
     def __getitem__(self, n: int) -> Row:
         if self.num_rows is not None and n >= self.num_rows:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from jaxtyping import Int
 
+from moejax.config import ConfigError
+
 if TYPE_CHECKING:
     from moejax.data.packing import Documents, Row
 
@@ -51,6 +53,14 @@ class WholeRows:
         before = np.concatenate([[0], np.cumsum(learned)])
         self.num_labels = int((before[self._stops[kept]] - before[starts[kept] + 1]).sum())
         self.num_bytes = int(bytes_of[kept].sum())
+
+    def check_filled(self, what: str) -> None:
+        """Raises ConfigError when there is no row; `what` says of which data."""
+        if not self.num_rows:
+            raise ConfigError(
+                f"{what} has no conversation that fits data.seq_len={self._seq_len}. Raise it, or "
+                "set data.too_long='truncate'."
+            )
 
     def row(self, index: int) -> "Row":
         """Row `index` of `num_rows`, padded in front.

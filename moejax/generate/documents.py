@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moejax.config import ConfigError
 from moejax.data import Corpus, Tokenizer, tokenize_corpus
 from moejax.generate.scoring import OnProgress, ScoredRow, Scorer, windows
 
@@ -55,7 +56,14 @@ def score_documents(
       corpus: the documents.
       stride: tokens that a window moves on; 0 is a whole window.
       on_progress: called with windows done and windows in all.
+    Raises:
+      ConfigError: the documents are conversations.
     """
+    if any(part.chat is not None for part in corpus.parts or (corpus,)):
+        raise ConfigError(
+            "conversations (data.source='chat') are evaluated in rows, where what is learned "
+            "counts: leave out --alone and --per-document, and name a run or a step."
+        )
     documents = tokenize_corpus(tokenizer, corpus)
     begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     rows: list[ScoredRow] = []

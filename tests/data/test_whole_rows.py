@@ -134,6 +134,13 @@ def test_workers_get_the_same_rows(cfg):
     assert_same([copy[n] for n in range(5)], [rows[n] for n in range(5)])
 
 
+def test_what_is_left_out_is_told(cfg):
+    with pytest.warns(UserWarning, match=r"of \d+ conversations \d+ are left out and 0 cut"):
+        iterator_of(cfg.replace(seq_len=20))
+    with pytest.warns(UserWarning, match=r"0 are left out and \d+ cut in front.*seq_len=53"):
+        iterator_of(cfg.replace(seq_len=53, too_long="truncate"))
+
+
 def test_epochs_hold_every_conversation_once_in_another_order(cfg):
     finite = iterator_of(cfg.replace(epochs=2, batch_size=1))
     rows = list(finite)
@@ -186,7 +193,7 @@ def test_what_fits_no_row_and_caches_are_refused(cfg, tmp_path):
     short = cfg.replace(seq_len=4)
     with pytest.raises(ConfigError, match="no conversation that fits data.seq_len=4"):
         iterator_of(short)
-    with pytest.raises(ConfigError, match="every conversation of the held-out data is longer"):
+    with pytest.raises(ConfigError, match="the held-out data has no conversation that fits"):
         make_eval_batches(short, BYTES, load_corpus(short, "validation"), 4)
     with pytest.raises(ConfigError, match="source='chat' has no cache"):
         prepare(cfg, tmp_path / "cache")
