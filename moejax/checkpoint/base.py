@@ -67,21 +67,32 @@ def _drawn(seed: int, parts: ModelParts, wanted: Leaves) -> dict[str, jax.Array]
         return draw(jax.random.key(seed))
 
 
-def fingerprint(leaves: Mapping[str, jax.Array]) -> dict[str, list]:
+def fingerprint(
+    leaves: Mapping[str, jax.Array], like: Mapping[str, list] | None = None
+) -> dict[str, list]:
     """Shape, dtype and a digest of sampled values of every leaf: `{name: [shape, dtype, sha256]}`.
+
+    Args:
+      leaves: by name.
+      like: a fingerprint whose types the values are rounded to first, and said to be of.
 
     Reads `SAMPLES` values a leaf, at places that its name decides, so that a base of any size takes
     one small gather; the same on every mesh.
     """
     places = {name: _places(name, leaf.shape) for name, leaf in leaves.items()}
+    dtypes = {name: str(leaf.dtype) for name, leaf in leaves.items()}
+    dtypes |= {name: mark[1] for name, mark in (like or {}).items() if name in leaves}
 
     def sample(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        return {name: leaf[places[name]].astype(jnp.float32) for name, leaf in leaves.items()}
+        return {
+            name: leaf[places[name]].astype(dtypes[name]).astype(jnp.float32)
+            for name, leaf in leaves.items()
+        }
 
     values = jax.device_get(jax.jit(sample)(dict(leaves)))
     return {
         name: [
-            list(leaf.shape), str(leaf.dtype),
+            list(leaf.shape), dtypes[name],
             hashlib.sha256(np.ascontiguousarray(values[name]).tobytes()).hexdigest()[:16],
         ]
         for name, leaf in leaves.items()
@@ -107,7 +118,7 @@ def check_base(where: Any, init_from: str, saved: Mapping[str, list], found: Map
             kind = "has other values"
         raise CheckpointError(
             f"checkpoint {where} was trained over another base: {shown(name)} {kind}. "
-            f"{base[0].upper() + base[1:]} must be the model that it was started with."
+            f"Name the model that it was started with: {base} is not."
         )
 
 
@@ -138,12 +149,17 @@ def read_model(
     read = Checkpoints.restore_parts(step_dir, {**wanted, "params": nested})
     arrays = base_leaves(cfg, parts, base)
     position = layout.from_json(meta["position"])
-    if "base" in position:
-        check_base(step_dir, cfg.init_from, position["base"], fingerprint(arrays))
+    marks = {n: m for n, m in position.get("base", {}).items() if not _narrower(arrays.get(n), m)}
+    check_base(step_dir, cfg.init_from, marks, fingerprint(arrays, marks))
     arrays |= layout.named_leaves({"params": read["params"]})
     ordered = [arrays[name] for name in params]
     tree = jax.tree.unflatten(jax.tree.structure(abstract["params"]), ordered)
     return {"params": tree, "balance": read["balance"]}
+
+
+def _narrower(leaf: jax.Array | None, mark: list) -> bool:
+    """Whether a leaf was read in a type that cannot hold what was trained on."""
+    return leaf is not None and leaf.dtype.itemsize < np.dtype(mark[1]).itemsize
 
 
 def shown(name: str, *, whole: bool = False) -> str:

@@ -12,6 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from moejax.checkpoint import CheckpointError
+from moejax.checkpoint.base import fingerprint
 from moejax.checkpoint.hf_export import export_hf
 from moejax.checkpoint.hf_import import import_hf
 from moejax.checkpoint.hf_source import HfSource
@@ -257,6 +258,18 @@ def test_packed_experts_stay_packed_or_are_unpacked(tmp_path):
     experts = [key for key in base if "/ffn/experts/" in key]
     assert experts and {base[key].dtype for key in experts} == {np.dtype(np.uint8)}
     assert all(got[key].tobytes() == base[key].tobytes() for key in experts)
+
+
+def test_a_base_is_recognised_in_other_types(place):
+    """Read narrower than it was trained on, or wider; another one is refused in either."""
+    base = HfSource(place / "base")
+    name = "stack0/run0/attn/q"
+    leaf = base.load_leaf(name, jax.ShapeDtypeStruct(base.map.leaves[name].shape, np.float32))
+    for trained, found in ((jnp.bfloat16, jnp.float32), (jnp.float32, jnp.float32)):
+        marks = fingerprint({name: leaf.astype(trained)})
+        assert fingerprint({name: leaf.astype(found)}, marks) == marks
+        assert fingerprint({name: (leaf + 1).astype(found)}, marks) != marks
+    assert load(place / "run", mesh=MeshConfig(), dtype="bfloat16").params
 
 
 def test_what_cannot_be_merged_or_imported(place, tmp_path):
