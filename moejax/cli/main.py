@@ -17,8 +17,8 @@ from moejax.version import __version__
 # Command -> its module, imported when it is called: `--version` and `--help` need no JAX.
 COMMANDS = {
     "train": ("moejax.cli.train", "train a config in a workdir, or resume what is there"),
-    "finetune": ("moejax.cli.finetune", "train a model on conversations: in full, or adapters"),
     "eval": ("moejax.cli.evaluate", "loss of a checkpoint on a split"),
+    "finetune": ("moejax.cli.finetune", "train a model on conversations: in full, or adapters"),
     "generate": ("moejax.cli.generate", "text that a model continues"),
     "config": ("moejax.cli.config", "resolved config, parameter counts, sharding table"),
     "place": ("moejax.cli.place", "which device should hold which expert, by recorded loads"),
