@@ -423,18 +423,24 @@ def _check_batch(run: RunConfig, sizes: dict[str, int]) -> None:
 
 def _check_trainable(run: RunConfig) -> None:
     """What touches every parameter does not go with parameters that must stay as they are."""
-    if not run.train.trainable:
+    if run.lora.rank == 0 and run.lora != LoraConfig():
+        raise ConfigError(
+            "lora.rank=0 turns adapters off, but other lora fields are set. Give lora.rank a value "
+            "like 8, or leave the section as it is."
+        )
+    if not run.train.trainable and not run.lora.rank:
         if run.train.frozen_dtype != "float32":
             raise ConfigError(
                 f"train.frozen_dtype={run.train.frozen_dtype} has no effect: train.trainable is "
-                "empty, so every parameter is trained. Name the trained ones, or use float32."
+                "empty and lora.rank is 0: all are trained. Name the trained ones, or use float32."
             )
         return
+    why = "lora.rank" if run.lora.rank else "train.trainable"
     for field in ("qk_clip", "ema_decay"):
         value = getattr(run.optim, field)
         if value:
             raise ConfigError(
-                f"optim.{field}={value} does not go with train.trainable: it needs all parameters "
+                f"optim.{field}={value} does not go with {why}: it needs all parameters "
                 f"trained. Set optim.{field}=0."
             )
 

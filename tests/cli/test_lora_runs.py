@@ -1,0 +1,125 @@
+"""Runs that train adapters: what they say and save, going on, the base that must stay the same."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moejax.checkpoint.reader import read_meta
+from moejax.cli.main import main
+from tests.cli.conftest import flags
+from tests.e2e.small import assert_same_bits, copied, saved
+
+LORA = {
+    "lora__rank": 2, "lora__targets": ("q_b_proj", "gate_proj", "o_proj"), "optim__qk_clip": 0.0,
+    "train__num_steps": 4, "checkpoint__every": 2,
+}  # fmt: skip
+
+
+def adapt(moejax, workdir: Path, base: Path, **changes):
+    fields = LORA | {"init_from": str(base)} | changes
+    return moejax("train", "--config=tiny", f"--workdir={workdir}", *flags(**fields))
+
+
+@pytest.fixture(scope="module")
+def base(run_dir, tmp_path_factory) -> Path:
+    """A copy of the trained base that a test may move."""
+    return Path(shutil.copytree(run_dir, tmp_path_factory.mktemp("base") / "work"))
+
+
+@pytest.fixture(scope="module")
+def adapted(base, tmp_path_factory) -> Path:
+    """The workdir of a finished run, for tests that only read it."""
+    workdir = tmp_path_factory.mktemp("adapted") / "work"
+    fields = flags(**LORA, init_from=str(base))
+    assert main(["train", "--config=tiny", f"--workdir={workdir}", *fields]) == 0
+    return workdir
+
+
+def test_a_run_says_what_it_adapts_and_saves_nothing_of_the_base(moejax, base, tmp_path):
+    workdir = tmp_path / "work"
+    done = adapt(moejax, workdir, base)
+    assert done.code == 0, done.err
+    assert "adapters:" in done.out and "parameters trained" in done.out
+    listed = json.loads((workdir / "adapters.json").read_text())
+    assert {a["module"].rpartition(".")[2] for a in listed["adapters"]} == {
+        "q_b_proj", "gate_proj", "o_proj"
+    }  # fmt: skip
+    assert f"{listed['parameters']:,} parameters trained" in done.out
+    leaves = read_meta(workdir / "checkpoints" / "4")["leaves"]
+    weights = [name for name in leaves if name.startswith("params/")]
+    assert weights and all("/lora/" in name for name in weights)
+    assert sum(np.prod(leaves[name][0]) for name in weights) == listed["parameters"]
+    state = [name for name in leaves if name.startswith("opt_state/")]
+    assert all("/lora/" in name or not leaves[name][0] for name in state)
+
+
+def test_going_on_repeats_the_unbroken_run_bit_for_bit(moejax, adapted, base, tmp_path):
+    broken = tmp_path / "broken"
+    assert adapt(moejax, broken, base, train__stop_at=2).code == 0
+    done = adapt(moejax, broken, base)
+    assert done.code == 0 and "resuming from" in done.out
+    assert_same_bits(saved(broken, 4), saved(adapted, 4))
+
+
+def test_another_base_is_refused_by_name(moejax, adapted, run_dir, tmp_path):
+    workdir = copied(adapted, tmp_path / "work")
+    other = tmp_path / "other"
+    assert moejax("train", "--config=tiny", f"--workdir={other}", *flags(seed=5)).code == 0
+    for changed in (
+        adapt(moejax, workdir, other, train__num_steps=6),
+        moejax("eval", f"--workdir={workdir}", f"--config.init_from={other}"),
+    ):
+        assert changed.code == 2 and changed.err.count("\n") == 1
+        assert "was trained over another base" in changed.err
+        assert "over another base: " in changed.err and " has other values." in changed.err
+    gone = adapt(moejax, workdir, tmp_path / "gone", train__num_steps=6)
+    assert gone.code == 2 and gone.err.count("\n") == 1 and "gone" in gone.err
+
+
+def test_the_adapted_model_is_evaluated_and_loaded(moejax, adapted):
+    import moejax as package
+
+    workdir = adapted
+    result = moejax("eval", f"--workdir={workdir}", "--json")
+    assert result.code == 0
+    line = json.loads(result.out.strip().splitlines()[-1])
+    final = json.loads((workdir / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["loss"] == pytest.approx(final["eval_loss"], rel=1e-5)
+    logits = package.load(workdir).logits([[1, 2, 3]])
+    assert np.isfinite(logits).all()
+
+
+def test_without_init_from_the_base_is_what_the_seed_gives(moejax, tmp_path):
+    workdir = tmp_path / "work"
+    fields = LORA | {"train__stop_at": 2}
+    for _ in range(2):
+        run = moejax("train", "--config=tiny", f"--workdir={workdir}", *flags(**fields))
+        assert run.code == 0, run.err
+        fields = LORA
+    assert moejax("eval", f"--workdir={workdir}").code == 0
+    changed = moejax(
+        "train", "--config=tiny", f"--workdir={workdir}",
+        *flags(**LORA | {"seed": 9, "train__num_steps": 6}),
+    )  # fmt: skip
+    assert changed.code == 2 and "was trained over another base" in changed.err
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lora__targets": ("q_porj",)}, "matches no linear map"),
+        ({"lora__targets": ()}, "nothing is targeted"),
+        ({"optim__qk_clip": 100.0}, "qk_clip"),
+        ({"optim__ema_decay": 0.9}, "ema_decay"),
+        ({"lora__rank": 0, "lora__alpha": 8.0, "lora__strict": True}, "lora.rank=0"),
+    ],
+)
+def test_settings_that_cannot_be_are_one_line(moejax, base, tmp_path, fields, message):
+    refused = adapt(moejax, tmp_path / "work", base, **fields)
+    assert refused.code == 2 and refused.err.count("\n") == 1 and message in refused.err
+    assert not (tmp_path / "work").exists()
