@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 
 from moejax.config import ModelConfig
-from moejax.models.parts import ModelParts, flat_infos
+from moejax.models.parts import ModelParts, flat_infos, num_values
 
 
 def matmul_params_per_token(parts: ModelParts, chosen: dict | None = None) -> int:
@@ -24,9 +22,11 @@ def matmul_params_per_token(parts: ModelParts, chosen: dict | None = None) -> in
     infos, leaves = flat_infos(parts.infos), jax.tree.leaves(parts.params)
     counts = [True] * len(leaves) if chosen is None else jax.tree.leaves(chosen)
     for info, leaf, counted in zip(infos, leaves, counts, strict=True):
-        size = math.prod(leaf.shape) * counted
+        size = num_values(info, leaf) * counted
         if "experts" in info.axes:
             size = size * moe.top_k // moe.num_experts
+        elif ".experts.lora." in info.name:  # a map that all experts share: once for each chosen
+            size *= moe.top_k
         is_lookup = info.name.startswith("embed.") and not parts.cfg.tie_embeddings
         if len(info.axes) >= 2 and not is_lookup:
             total += size

@@ -92,6 +92,14 @@ def flat_infos(infos: dict) -> list[ParamInfo]:
     return jax.tree.leaves(infos, is_leaf=lambda node: isinstance(node, ParamInfo))
 
 
+def num_values(info: ParamInfo, leaf: Any) -> int:
+    """Numbers that a parameter stands for: of packed codes two a byte, of their scales none."""
+    size = math.prod(leaf.shape)
+    if leaf.dtype != jnp.uint8:
+        return size
+    return 0 if info.name.endswith("_scales") else 2 * size
+
+
 def _part_of(name: str) -> str:
     """Which row of the parameter table a dotted name belongs to."""
     for needle, part in (
@@ -115,7 +123,7 @@ def count_by_part(parts: ModelParts) -> dict[str, int]:
     counts: dict[str, int] = {}
     for info, leaf in zip(flat_infos(parts.infos), jax.tree.leaves(parts.params), strict=True):
         part = _part_of(info.name)
-        counts[part] = counts.get(part, 0) + math.prod(leaf.shape)
+        counts[part] = counts.get(part, 0) + num_values(info, leaf)
     biases = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(parts.balance))
     if biases:
         counts["router"] = counts.get("router", 0) + biases

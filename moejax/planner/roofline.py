@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 import jax
 import jax.numpy as jnp
 
-from moejax.models.parts import ModelParts, flat_infos
+from moejax.models.parts import ModelParts, flat_infos, num_values
 from moejax.planner.collectives import Collective
 from moejax.planner.hardware import Chip
 
@@ -143,7 +143,7 @@ def hbm_bytes(
     """
     weights = 0
     for info, leaf in zip(flat_infos(parts.infos), jax.tree.leaves(parts.params), strict=True):
-        weights += math.prod(leaf.shape) // (expert_ways if "experts" in info.axes else 1)
+        weights += num_values(info, leaf) // (expert_ways if "experts" in info.axes else 1)
     rounds = (3 if remat == "full" else 2) * passes
     at_use = weights * jnp.dtype(compute_dtype).itemsize * rounds
     return state_bytes + 2.0 * at_use + 2.0 * temp_bytes

@@ -77,7 +77,9 @@ class Loop:
         self.best_eval = checkpoints.best_loss()
         moe = self.cfg.model.moe
         self.dead = DeadExperts(len(program.parts.moe_layers()), moe.num_experts)
-        self.flops_per_token = train_flops_per_token(program.parts, self.cfg.data.seq_len)
+        self.flops_per_token = train_flops_per_token(
+            program.parts, self.cfg.data.seq_len, program.trains
+        )
         self.peak = peak_flops(jax.devices()[0], self.cfg.train.compute_dtype)[0] * len(
             program.mesh.devices.flat
         )
