@@ -62,13 +62,6 @@ def export_lora(
         dropout=cfg.dropout, base=base or base_name(trained),
     )  # fmt: skip
     notes = [f"{idle} adapters are all zero and left out"] if idle else []
-    if any(name.endswith("/router/bias") for name in trained.others) and (
-        trained.cfg.model.moe.balance != "none"
-    ):
-        notes.append(
-            f"model.moe.balance={trained.cfg.model.moe.balance!r} moved the routers' biases, which "
-            "an adapter file cannot hold; `moejax merge-lora` can"
-        )
     spelled = names if trained.names.memory is not None else "checkpoint"
     return LoraExport(file, trained.names.model_type, spelled, notes)
 

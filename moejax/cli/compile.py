@@ -130,13 +130,18 @@ def _facts(report: CompileReport) -> list[list[str]]:
         ["rows", f"{report.rows:,}", f"of {report.seq_len:,} tokens"],
         ["compile", f"{report.compile_s:.1f} s", f"{_gib(report.host_bytes)} of host memory"],
     ]
+    rows += [[f"  {one.name}", _gib(one.device_bytes), ""] for one in report.categories]
     if not report.refused:
+        rows[2:2] = [["arguments", _gib(memory.arguments), "a device: state and batch"]]
         rows += [
-            ["arguments", _gib(memory.arguments), "a device: state and batch"],
             ["outputs", _gib(memory.outputs), f"{_gib(memory.aliased)} of it over the arguments"],
             ["temporaries", _gib(memory.temporaries), ""],
         ]
     rows.append(["peak", _gib(memory.peak), f"of {_gib(memory.available)}"])
+    trained = sum(
+        one.values for one in report.categories if one.name.startswith(("adapters", "trained"))
+    )
+    rows.append(["trained", f"{trained:,}", "parameters"])
     rows.append(["FLOPs a token", f"{report.flops_per_token:.4g}", "forward and backward"])
     return rows
 
@@ -199,7 +204,9 @@ def _times(report: CompileReport) -> list[list[str]]:
         ("step", times.step_s, f"all overlapped: MFU {100 * times.mfu:.1f} %"),
         ("step", times.serial_s, f"nothing overlapped: MFU {100 * times.serial_mfu:.1f} %"),
     )
-    return [[label, _seconds(value), remark] for label, value, remark in named]
+    rows = [[label, _seconds(value), remark] for label, value, remark in named]
+    tokens = f"{report.tokens_per_s:,.0f}"
+    return [*rows, ["tokens/s", tokens, "of all devices, in the least time of a step"]]
 
 
 def _gib(count: float) -> str:

@@ -21,6 +21,7 @@ from moejax.models.flops import train_flops_per_token
 from moejax.observability.peak import peak_flops
 from moejax.partitioning import describe_mesh, make_mesh, near_devices, num_batch_shards
 from moejax.planner.buffers import DUMP_OPTIONS, Buffer, peak_buffers
+from moejax.planner.categories import Category, argument_categories
 from moejax.planner.collectives import Collective, collective_reader, count_collectives
 from moejax.planner.hardware import Hardware, num_chips, target_config
 from moejax.planner.overlap import Overlap, read_overlap
@@ -79,6 +80,7 @@ class CompileReport:
       refused: the compiler's own words when it found that the step does not fit, or "".
       buffers: temporaries alive at the peak, largest first; empty where they were not asked for.
       overlap: what of the collectives is hidden behind compute; empty where it was not asked for.
+      categories: what the arguments are.
     """
 
     hardware: str
@@ -97,6 +99,12 @@ class CompileReport:
     refused: str = ""
     buffers: tuple[Buffer, ...] = ()
     overlap: tuple[Overlap, ...] = ()
+    categories: tuple[Category, ...] = ()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens a second of all devices in the least time of a step; 0 where none is known."""
+        return self.rows * self.seq_len / self.roofline.step_s if self.roofline else 0.0
 
     @property
     def fits(self) -> bool:
@@ -223,6 +231,7 @@ def compile_for(
         refused=refused,
         buffers=tuple(buffers),
         overlap=overlap,
+        categories=tuple(argument_categories(program, abstract_arguments(program)[1])),
     )
 
 

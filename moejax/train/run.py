@@ -106,6 +106,8 @@ def run(
     began = time.perf_counter()
     workdir = pathlib.Path(workdir)
     cfg.check(len(jax.devices()))
+    if cfg.lora.rank and cfg.init_from:  # the base is read again whenever the run is, from anywhere
+        cfg = cfg.replace(init_from=str(pathlib.Path(cfg.init_from).expanduser().absolute()))
     corpora = {split: load_corpus(cfg.data, split) for split in ("train", "validation")}
     check_writable(workdir)
     enable_cache(cfg.compile_cache)
