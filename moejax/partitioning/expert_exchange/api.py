@@ -98,7 +98,7 @@ def exchange_experts(
 
     def per_device(x_BTL, expert_ids_BTA, weights_BTA, weights, sources_K):
         one = 1 + jnp.minimum(expert_ids_BTA[0, 0, 0], 0)
-        gather = functools.partial(_gather, dtype=x_BTL.dtype, one=one)
+        gather = functools.partial(_gather, dtype=x_BTL.dtype, one=one, platform=platform)
         # What all experts share is whole on every device, its gradient summed over all of them.
         weights = jax.tree.map(
             lambda w, layout, whole: gather(w, layout, but=None if whole else axis),
@@ -155,14 +155,21 @@ def _layouts(weights, weight_axes, axis: str | None, sizes: dict[str, int]):
     return jax.tree.map(lambda w, axes: stored_layout(axes, w.shape, sizes), weights, weight_axes)
 
 
-def _gather(weight: jax.Array, layout: P, *, but: str | None, dtype, one) -> jax.Array:
+def _gather(
+    weight: jax.Array, layout: P, *, but: str | None, dtype, one, platform: str
+) -> jax.Array:
     """The device's experts in `dtype`, whole in every axis of their layout except `but`.
 
     A compiler may turn or round the weights of all layers at once, before the first, and hold both.
     So the layer's own shards are held to the order of their dims, and rounded behind a factor
     (`one`, 1) that only this layer's tokens can tell.
     """
-    weight = with_layout_constraint(weight, Layout(tuple(range(weight.ndim))))
+    order = tuple(range(weight.ndim))
+    if platform == "tpu" and not _is_float(weight) and weight.ndim == 4:
+        # TPUs tile bytes by at least four rows: two (gate and up) next to the last dim would be
+        # padded to twice the size.
+        order = (0, 2, 1, 3)
+    weight = with_layout_constraint(weight, Layout(order))
     if _is_float(weight) and weight.dtype != dtype:
         weight = (weight * one.astype(weight.dtype)).astype(dtype)
     return gathered(weight, layout, but=but)
