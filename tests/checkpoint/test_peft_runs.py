@@ -236,6 +236,7 @@ def test_a_narrow_base_is_rounded_once(tmp_path):
     assert any("routed_expert_norm" in key for key in before.tensors)
 
 
+@pytest.mark.slow
 def test_packed_experts_stay_packed_or_are_unpacked(tmp_path):
     """A base in MXFP4: bytes kept where experts have no adapter, bfloat16 where they have."""
     names, lows = k3(tmp_path, "k3_mxfp4")

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import jax
 import pytest
 
 from tests.cli.conftest import TEXT, flags
@@ -158,5 +159,6 @@ def test_a_loss_that_is_not_a_number(moejax, run_dir, tmp_path):
 )
 def test_a_command_that_cannot_be_meant(moejax, argv, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    jax.devices()  # JAX has started, whatever ran before
     assert says in _refused(moejax(*argv))
     assert not list(tmp_path.iterdir())

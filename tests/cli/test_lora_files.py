@@ -63,6 +63,7 @@ def test_in_and_out_again(moejax, run_dir, adapter, lora_dir, tmp_path):
     assert all(first[key].tobytes() == second[key].tobytes() for key in first)
 
 
+@pytest.mark.slow
 def test_it_is_trained_on(moejax, adapter, lora_dir, tmp_path):
     """The run goes on from the file's values; what comes out then has learned."""
     shutil.copytree(lora_dir, tmp_path / "run")
