@@ -82,14 +82,31 @@ def model_facts(cfg: RunConfig, sizes: dict[str, int]) -> dict[str, Any]:
     """Counts and sharding table: {"parameters": ..., "sharding": [...]}, ready for JSON."""
     import jax
 
-    from moejax.models.parts import count_by_part, count_total_and_active, flat_infos, model_parts
+    from moejax.lora import adapted_parts
+    from moejax.models.parts import (
+        count_by_part,
+        count_total_and_active,
+        flat_infos,
+        num_values,
+    )
     from moejax.partitioning import stored_spec
+    from moejax.train.trainable import stored_params, trainable_mask
 
-    parts = model_parts(cfg.model)
+    parts, _ = adapted_parts(cfg)
+    mask = trainable_mask(cfg.train, parts.infos)
+    params = jax.tree.leaves(stored_params(cfg.train, parts.params, parts.infos, mask))
+    infos = flat_infos(parts.infos)
+    trained = sum(
+        num_values(info, leaf)
+        for info, leaf, trains in zip(infos, params, jax.tree.leaves(mask), strict=True)
+        if trains
+    )
     total, active = count_total_and_active(parts)
+    if all(jax.tree.leaves(mask)):
+        trained = total  # the balancing state, which no gradient moves, among them
     arrays = [
         _array(info.name, leaf, stored_spec(info, leaf.shape, sizes), sizes)
-        for info, leaf in zip(flat_infos(parts.infos), jax.tree.leaves(parts.params), strict=True)
+        for info, leaf in zip(infos, params, strict=True)
     ]
     # Balancing state lies whole on every device.
     arrays += [
@@ -98,7 +115,7 @@ def model_facts(cfg: RunConfig, sizes: dict[str, int]) -> dict[str, Any]:
     ]
     by_part = dict(sorted(count_by_part(parts).items(), key=lambda item: -item[1]))
     return {
-        "parameters": {"by_part": by_part, "total": total, "active": active},
+        "parameters": {"by_part": by_part, "total": total, "active": active, "trained": trained},
         "sharding": arrays,
         "bytes_a_device": sum(array["bytes_a_device"] for array in arrays),
     }
@@ -152,6 +169,8 @@ def print_counts(facts: dict[str, Any]) -> None:
     ]
     rows.append(["total", f"{counts['total']:,}", ""])
     rows.append(["active", f"{counts['active']:,}", "without input embedding and idle experts"])
+    if counts["trained"] < counts["total"]:
+        rows.append(["trained", f"{counts['trained']:,}", "the others stay as they are"])
     print_table([Column(), Column(right=True), Column(right=False, dim=True)], rows)
     say("")
 

@@ -123,3 +123,13 @@ def test_settings_that_cannot_be_are_one_line(moejax, base, tmp_path, fields, me
     refused = adapt(moejax, tmp_path / "work", base, **fields)
     assert refused.code == 2 and refused.err.count("\n") == 1 and message in refused.err
     assert not (tmp_path / "work").exists()
+
+
+def test_config_counts_adapters_and_what_is_trained(moejax):
+    lora = ("--config.lora.rank=2", "--config.lora.targets=('q_b_proj',)", "--json")
+    shown = moejax("config", "--config=tiny", "--devices=8", *lora)
+    assert shown.code == 0, shown.err
+    counts = json.loads(shown.out)["parameters"]
+    assert counts["trained"] == counts["by_part"]["adapters"] > 0
+    whole = moejax("config", "--config=tiny", "--devices=8")
+    assert "\ntrained " not in whole.out
