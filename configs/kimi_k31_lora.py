@@ -8,6 +8,7 @@ from configs import kimi_k31
 
 def get_config():
     c = kimi_k31.get_config()
+    c.model.name = "kimi_k31_lora"
     c.lora.rank, c.lora.targets = 8, ("q_proj", "k_proj", "gate")
     c.mesh.fsdp, c.mesh.expert = 2, 64
     c.model.dsa.stage = "frozen"

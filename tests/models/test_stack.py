@@ -94,8 +94,8 @@ def test_sources_of_every_sublayer_of_k3(monkeypatch):
     cfg = k3_like(93)
     layer = filled(lambda: DecoderLayer(cfg, DENSE, nnx.Rngs(params=0)), 0.1, 0)
     zeros = jnp.zeros((1, 2, cfg.dim))
-    monkeypatch.setattr(Kda, "__call__", lambda self, x, segment_ids: (zeros, {}))
-    monkeypatch.setattr(Glu, "__call__", lambda self, x: zeros)
+    monkeypatch.setattr(Kda, "__call__", lambda self, x, segment_ids, drop: (zeros, {}))
+    monkeypatch.setattr(Glu, "__call__", lambda self, x, drop: zeros)
     seen = []
     monkeypatch.setattr(
         AttnRes, "__call__", lambda self, sources, count: (seen.append(int(count)), sources[0])[1]

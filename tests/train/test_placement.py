@@ -186,7 +186,8 @@ def saved_by_loop(placer: Placer | None, state: TrainState, cfg: RunConfig, work
     checkpoints = Checkpoints(workdir, CheckpointConfig(asynchronous=False))
     loop = types.SimpleNamespace(
         state=state, placer=placer, checkpoints=checkpoints, cfg=cfg, last={}, tokens=0,
-        iterator=types.SimpleNamespace(get_state=dict), loads=None,
+        iterator=types.SimpleNamespace(get_state=dict), loads=None, base=None,
+        program=types.SimpleNamespace(has_base=False),
     )  # fmt: skip
     Loop.save(loop, STEPS)
     checkpoints.close()
