@@ -21,7 +21,7 @@ from moejax.checkpoint import layout, reader
 from moejax.checkpoint.layout import CheckpointError
 from moejax.checkpoint.manager import Checkpoints
 from moejax.checkpoint.weights import open_weights
-from moejax.config import RunConfig
+from moejax.config import LoraConfig, RunConfig, build_section
 from moejax.layers.adapter import is_adapter
 from moejax.layers.param import drawing_options
 from moejax.models.parts import ModelParts
@@ -122,6 +122,24 @@ def check_base(where: Any, init_from: str, saved: Mapping[str, list], found: Map
         )
 
 
+def check_scale(where: Any, saved: Mapping[str, Any], lora: LoraConfig) -> None:
+    """Raises CheckpointError where a config gives adapters another scale than they learned with.
+
+    Args:
+      where: the step, for the message.
+      saved: the `lora` section that it was saved with.
+      lora: the one that it is to be read with.
+    """
+    learned = build_section(LoraConfig, saved)
+    for field in ("alpha", "rslora", "alpha_pattern", "rank_pattern"):
+        old, new = getattr(learned, field), getattr(lora, field)
+        if old != new:
+            raise CheckpointError(
+                f"checkpoint {where} has adapters that learned with lora.{field}={old!r}, not "
+                f"{new!r}: another scale is another model. Leave it, or start another --workdir."
+            )
+
+
 def read_model(
     cfg: RunConfig, step_dir: pathlib.Path, parts: ModelParts, abstract: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -139,6 +157,7 @@ def read_model(
     if not cfg.lora.rank:
         return Checkpoints.restore_parts(step_dir, wanted)
     meta = reader.read_meta(step_dir)
+    check_scale(step_dir, meta["config"]["lora"], cfg.lora)
     params = layout.named_leaves({"params": abstract["params"]})
     own = {name: leaf for name, leaf in params.items() if name in meta["leaves"]}
     base = {name: leaf for name, leaf in params.items() if name not in own}

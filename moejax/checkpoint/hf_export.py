@@ -19,6 +19,7 @@ from moejax.checkpoint.layout import CheckpointError, locate, named_leaves, step
 from moejax.checkpoint.leaf_reader import LeafReader
 from moejax.checkpoint.safetensors_file import SafetensorsFile
 from moejax.checkpoint.streamed import read_carried
+from moejax.checkpoint.weights import refuse_adapters
 from moejax.config import ModelConfig, RunConfig, build_section
 from moejax.models.hf_config import FAMILIES, read_hf_config
 from moejax.models.hf_config_write import first_difference, write_hf_config
@@ -93,7 +94,9 @@ def export_hf(
     directory, number = locate(checkpoint)
     step_dir = directory / str(steps_in(directory)[-1] if number is None else number)
     reader, side = LeafReader(step_dir), directory.parent / HF_FOLDER
-    cfg = build_section(RunConfig, reader.meta["config"]).model
+    run = build_section(RunConfig, reader.meta["config"])
+    refuse_adapters(checkpoint, run.lora.rank)
+    cfg = run.model
     raw, manifest = _origin(side, cfg)
     family = FAMILIES[raw["model_type"]]
     asked = dtype if experts == "source" else experts

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from moejax.checkpoint.layout import CheckpointError
-from moejax.checkpoint.partial import partial_folder
+from moejax.checkpoint.partial import free_folder, partial_folder
 from moejax.checkpoint.safetensors_file import (
     DTYPES,
     SafetensorsFile,
@@ -213,11 +213,9 @@ class HfWriter:
         Raises:
           CheckpointError: `out` is in the way, a name given twice, a type the format lacks.
         """
-        self.out = pathlib.Path(out).expanduser().absolute()
+        self.out = free_folder(out)
         if max_shard_bytes < 1:
             raise CheckpointError(f"a shard limit of {max_shard_bytes} bytes: give 1 or more.")
-        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-            raise CheckpointError(f"{self.out} exists and is not empty: name another folder.")
         self.folder = partial_folder(self.out)
         plan = [(name, dtype_name(dtype), tuple(shape)) for name, dtype, shape in tensors]
         shards = plan_shards(plan, max_shard_bytes)

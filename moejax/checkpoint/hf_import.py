@@ -17,7 +17,7 @@ import numpy as np
 from moejax.checkpoint import safetensors_file
 from moejax.checkpoint.hf_source import HfSource
 from moejax.checkpoint.layout import CheckpointError, named_leaves
-from moejax.checkpoint.partial import partial_folder
+from moejax.checkpoint.partial import free_folder, written_whole
 from moejax.checkpoint.streamed import StreamedCheckpoint
 from moejax.config import DataConfig, RunConfig, as_dict
 from moejax.typing import PyTree
@@ -93,23 +93,12 @@ def import_hf(
         raise CheckpointError(f"--experts={experts} is not one of {', '.join(EXPERTS)}.")
     began = time.perf_counter()
     source = HfSource(src, allow_unexpected=allow, packed=experts == "packed")
-    out = pathlib.Path(out).expanduser().absolute()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not empty: name another folder.")
+    out = free_folder(out)
     leaf_dtypes = _leaf_dtypes(source, dtype)
-    partial = partial_folder(out)
-    try:
-        partial.mkdir(parents=True)
+    with written_whole(out) as partial:
         write_side_files(source, partial / HF_FOLDER)
         _write_step(source, partial, leaf_dtypes, changes or {}, on_bytes)
         _write_config(source, partial, out)
-        if out.is_dir():
-            out.rmdir()
-        partial.rename(out)
-    except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error.strerror}.") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     counts: dict[str, int] = {}
     for leaf, kind in leaf_dtypes.items():
         size = math.prod(source.map.leaves[leaf].shape)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import pathlib
-import shutil
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,12 +24,12 @@ from moejax.checkpoint.key_map import KeyMap
 from moejax.checkpoint.layout import CheckpointError, locate, steps_in
 from moejax.checkpoint.leaf_reader import LeafReader
 from moejax.checkpoint.merged_step import copy_side_files, with_plain_experts, write_merged
-from moejax.checkpoint.partial import partial_folder
+from moejax.checkpoint.partial import free_folder, written_whole
 from moejax.checkpoint.peft_fold import Adapters, changes_of, folded_names
 from moejax.checkpoint.peft_names import PeftNames
 from moejax.checkpoint.peft_read import PeftFolder
 from moejax.checkpoint.peft_run import RunAdapters, model_type_of, names_of
-from moejax.checkpoint.weights import is_hf_folder
+from moejax.checkpoint.weights import is_hf_folder, refuse_adapters
 from moejax.config import RunConfig, build_section
 from moejax.models.hf_config import FAMILIES
 from moejax.models.parts import model_parts
@@ -87,9 +86,7 @@ def merge_lora(
             "no base: name the model that the adapter was trained on by --base "
             "(a checkpoint, or a Hugging Face folder)."
         )
-    base, out = (pathlib.Path(p).expanduser().absolute() for p in (base, out))
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not empty: name another folder.")
+    base, out = pathlib.Path(base).expanduser().absolute(), free_folder(out)
     write = _over_folder if is_hf_folder(base) else _over_checkpoint
     adapters, changed, quantised = write(base, out, trained, adapter, on_bytes)
     seconds = time.perf_counter() - began
@@ -120,11 +117,7 @@ def _over_checkpoint(
     directory, step = locate(base)
     reader = LeafReader(directory / str(steps_in(directory)[-1] if step is None else step))
     cfg = build_section(RunConfig, reader.meta["config"])
-    if cfg.lora.rank:
-        raise CheckpointError(
-            f"--base={base} holds adapters itself. Merge them first: moejax merge-lora "
-            f"--workdir={base} --out=DIR."
-        )
+    refuse_adapters(base, cfg.lora.rank)
     model_type = model_type_of(directory.parent, cfg.model)
     adapters = _adapters(trained, adapter, names_of(cfg.model, model_type))
     _check_base(trained, base, lambda leaf: reader.read(f"params/{leaf}"))
@@ -132,18 +125,9 @@ def _over_checkpoint(
         cfg = with_plain_experts(cfg)
     key_map = KeyMap(model_parts(cfg.model), FAMILIES[model_type].spelling)
     changes = changes_of(adapters, key_map, trained)
-    partial = partial_folder(out)
-    try:
-        partial.mkdir(parents=True)
+    with written_whole(out) as partial:
         copy_side_files(directory.parent, partial, out, cfg)
         write_merged(reader, cfg, key_map, changes, partial, on_bytes)
-        if out.is_dir():
-            out.rmdir()
-        partial.rename(out)
-    except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error.strerror}.") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     folded, kinds = folded_names(adapters), _stored_kinds(out)
     return len(adapters.maps()), len(folded), sum(kinds.get(n, "plain") != "plain" for n in folded)
 

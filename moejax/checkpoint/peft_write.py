@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from moejax.checkpoint.layout import CheckpointError
-from moejax.checkpoint.partial import partial_folder
+from moejax.checkpoint.partial import free_folder, written_whole
 from moejax.checkpoint.peft_config import TENSORS, write_config
 from moejax.checkpoint.peft_names import FOREIGN, PeftNames
 from moejax.checkpoint.peft_packing import LowRank, pack_experts
@@ -64,14 +63,10 @@ def write_peft(
             raise CheckpointError(f"--{option}={value} is not one of {', '.join(allowed)}.")
     if not shapes:
         raise CheckpointError("no adapter changes anything: there is nothing to write.")
-    out = pathlib.Path(out).expanduser().absolute()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not empty: name another folder.")
+    out = free_folder(out)
     memory = spelling == "transformers" and names.memory is not None
     writer = _Writer(names, memory, DTYPES[dtype])
-    partial = partial_folder(out)
-    try:
-        partial.mkdir(parents=True)
+    with written_whole(out) as partial:
         plan = [row for name in shapes for row in writer.plan(name, shapes)]
         file = SafetensorsWriter(partial / TENSORS, plan)
         for name in shapes:
@@ -82,13 +77,6 @@ def write_peft(
             partial, writer.chosen(shapes), writer.others(shapes), rslora=rslora, dropout=dropout,
             base=base,
         )  # fmt: skip
-        if out.is_dir():
-            out.rmdir()
-        partial.rename(out)
-    except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error.strerror}.") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     values = sum(int(np.prod(shape)) for _, _, shape in plan)
     return AdapterFile(out, len(shapes), values, values * DTYPES[dtype].itemsize)
 

@@ -13,6 +13,7 @@ import numpy as np
 from moejax.checkpoint import layout, reader
 from moejax.checkpoint.hf_import import CARRIED, HF_FOLDER, carry_to, write_side_files
 from moejax.checkpoint.hf_source import HfSource
+from moejax.checkpoint.layout import CheckpointError
 from moejax.checkpoint.streamed import carried_file
 from moejax.config import ModelConfig, RunConfig, build_section
 
@@ -47,6 +48,15 @@ def open_weights(path: str | pathlib.Path, *, packed: bool = False) -> Weights:
     return HfWeights(path, packed=packed) if is_hf_folder(path) else CheckpointWeights(path)
 
 
+def refuse_adapters(where: Any, lora_rank: int) -> None:
+    """Raises CheckpointError for a LoRA run where a whole model is needed."""
+    if lora_rank:
+        raise CheckpointError(
+            f"{where} holds adapters and not the model below them. Merge them first: "
+            f"moejax merge-lora --workdir={where} --out=DIR."
+        )
+
+
 def is_hf_folder(path: pathlib.Path) -> bool:
     """Whether a folder is a model in a published format and no workdir of ours."""
     return (path / "config.json").is_file() and not layout.steps_in(path / layout.SUBDIR)
@@ -59,7 +69,9 @@ class CheckpointWeights:
         directory, step = layout.locate(path)
         self._step = directory / str(layout.steps_in(directory)[-1] if step is None else step)
         meta = reader.read_meta(self._step)
-        self.model = build_section(RunConfig, meta["config"]).model
+        cfg = build_section(RunConfig, meta["config"])
+        refuse_adapters(path, cfg.lora.rank)
+        self.model = cfg.model
         self.shapes = {
             name: tuple(shape)
             for name, (shape, _) in meta["leaves"].items()

@@ -52,10 +52,14 @@ class LoraConfig(Section):
 
     def _matched(self, field: str, name: str, default: float) -> float:
         for entry in getattr(self, field):
-            pattern, value = _pattern_entry(field, entry)
-            if re.match(rf"(.*\.)?({pattern})$", name):
-                return value
+            if pattern_matches(entry, name):
+                return _pattern_entry(field, entry)[1]
         return default
+
+
+def pattern_matches(entry: str, name: str) -> bool:
+    """Whether an entry of a pattern field is for the map of this full name, by PEFT's rule."""
+    return re.match(rf"(.*\.)?({entry.rpartition('=')[0]})$", name) is not None
 
 
 def _pattern_entry(field: str, entry: str) -> tuple[str, float]:

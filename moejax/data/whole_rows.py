@@ -77,8 +77,10 @@ class WholeRows:
         tokens = np.concatenate([eos, *(self._documents.tokens[span] for span in spans)])
         labels = np.full(self._seq_len, IGNORED, np.int32)
         at = padding
+        trained = self._documents.trained
+        assert trained is not None  # conversations always say what is learned
         for span, length in zip(spans, lengths, strict=True):
-            learned = self._documents.trained[span][1:]  # type: ignore[index]
+            learned = trained[span][1:]
             following = tokens[at + 1 : at + length]
             labels[at : at + length - 1] = np.where(learned, following, IGNORED)
             at += length

@@ -9,6 +9,7 @@ Source: LoRA, arXiv:2106.09685.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -115,14 +116,16 @@ def is_adapter(name: str) -> bool:
 def attach(layer: nnx.Module, specs: tuple[AdapterSpec, ...], rngs: nnx.Rngs) -> None:
     """Puts fresh adapters beside the maps of a layer, as `lora.<name>` of the modules."""
     for spec in specs:
-        owner: Any = layer
-        for word in spec.owner:
-            owner = getattr(owner, word)
+        owner = _owner(layer, spec)
         if not hasattr(owner, "lora"):
             owner.lora = Adapters()
-        setattr(
-            owner.lora, spec.name, Adapter(spec, [getattr(owner, n) for n in spec.leaves], rngs)
-        )
+        maps = [getattr(owner, leaf) for leaf in spec.leaves]
+        setattr(owner.lora, spec.name, Adapter(spec, maps, rngs))
+
+
+def _owner(layer: nnx.Module, spec: AdapterSpec) -> Any:
+    """The module that holds the map."""
+    return functools.reduce(getattr, spec.owner, layer)
 
 
 def within_ranks(layer: nnx.Module, specs: tuple[AdapterSpec, ...]) -> None:
@@ -133,12 +136,9 @@ def within_ranks(layer: nnx.Module, specs: tuple[AdapterSpec, ...]) -> None:
     """
     for spec in specs:
         ranks = jnp.asarray(spec.ranks, jnp.int32)
-        if (min(map(min, spec.ranks))) == spec.rank:
+        if min(map(min, spec.ranks)) == spec.rank:
             continue
-        owner: Any = layer
-        for word in spec.owner:
-            owner = getattr(owner, word)
-        a = getattr(owner.lora, spec.name).a
+        a = getattr(_owner(layer, spec).lora, spec.name).a
         ranks = ranks.reshape(*ranks.shape, *(1,) * (len(a.shape) - 2))
         a[...] = jnp.where(jnp.arange(spec.rank) < ranks, a[...], 0)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from moejax.config import ConfigError, LoraConfig, nearest
+from moejax.config.lora import pattern_matches
 from moejax.layers.adapter import AdapterSpec
 from moejax.lora.maps import LinearMap
 from moejax.models.decoder import AdapterPlan
@@ -27,7 +28,8 @@ class Selection(NamedTuple):
     Attributes:
       targets: in the order of layers.
       plan: the same as the decoder takes it.
-      warnings: a line for every target that names maps of several kinds.
+      warnings: a line for every target that names maps of several kinds, and for every setting
+        without effect.
     """
 
     targets: list[Target]
@@ -82,7 +84,20 @@ def select_adapters(
     targets = [
         Target(m, cfg.rank_of(m.name), cfg.scale_of(m.name)) for m in maps if m.name in chosen
     ]
-    return Selection(targets, _plan(cfg, targets, segments), warnings)
+    return Selection(targets, _plan(cfg, targets, segments), warnings + _idle(cfg, targets))
+
+
+def _idle(cfg: LoraConfig, targets: Sequence[Target]) -> list[str]:
+    """A line for every setting that no adapter feels."""
+    lines = [
+        f"lora.{field}: {entry!r} matches no adapted map and has no effect"
+        for field in ("rank_pattern", "alpha_pattern")
+        for entry in getattr(cfg, field)
+        if not any(pattern_matches(entry, t.map.name) for t in targets)
+    ]
+    if cfg.shared_a and not any(t.map.num_experts for t in targets):
+        lines.append("lora.shared_a has no effect: no routed experts are in lora.target_parameters")
+    return lines
 
 
 def _no_match(

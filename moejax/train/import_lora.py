@@ -17,18 +17,17 @@ from moejax.checkpoint.base import fingerprint
 from moejax.checkpoint.hf_import import HF_FOLDER
 from moejax.checkpoint.hf_source import HfSource
 from moejax.checkpoint.layout import (
-    CheckpointError,
     locate,
     named_leaves,
     nest,
 )
-from moejax.checkpoint.partial import partial_folder
+from moejax.checkpoint.partial import free_folder, written_whole
 from moejax.checkpoint.peft_import import lora_config, tree_leaves
 from moejax.checkpoint.peft_names import PeftNames
 from moejax.checkpoint.peft_read import PeftFolder
 from moejax.checkpoint.peft_run import model_type_of, names_of
 from moejax.checkpoint.reader import read_config
-from moejax.checkpoint.weights import Weights, is_hf_folder, open_weights
+from moejax.checkpoint.weights import Weights, is_hf_folder, open_weights, refuse_adapters
 from moejax.config import DataConfig, RunConfig, as_dict
 from moejax.config.load import RESOLVED_FILE, as_run_config
 from moejax.lora import write_adapters
@@ -79,29 +78,18 @@ def import_lora(
       CheckpointError: something is missing or in the way, or the adapter is of another model.
         Nothing half-written stays.
     """
-    base, out = (pathlib.Path(p).expanduser().absolute() for p in (base, out))
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists and is not empty: name another folder.")
+    base, out = pathlib.Path(base).expanduser().absolute(), free_folder(out)
     cfg, names = _base(base)
     folder = PeftFolder(adapter, names)
     cfg = cfg.replace(lora=lora_config(folder, model_parts(cfg.model)), init_from=str(base))
     program = build_program(cfg, make_mesh(cfg.mesh))
     leaves = tree_leaves(folder, cfg)
     weights = open_weights(base)
-    partial = partial_folder(out)
-    try:
-        partial.mkdir(parents=True)
+    with written_whole(out) as partial:
         weights.keep_for_export(partial)
         _copy_tokenizer(base, partial)
         _save(program, leaves, weights, partial)
         _write_files(program, partial, out)
-        if out.is_dir():
-            out.rmdir()
-        partial.rename(out)
-    except OSError as error:
-        raise CheckpointError(f"{out} cannot be written: {error.strerror}.") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     values = sum(leaf.size for leaf in leaves.values())
     notes = _notes(folder, program)
     return LoraImport(out / "checkpoints" / "0", len(folder.maps()), values, notes)
@@ -117,11 +105,7 @@ def _base(base: pathlib.Path) -> tuple[RunConfig, PeftNames]:
         names = PeftNames(source.parts, source.family.spelling, model_type)
     else:
         cfg = as_run_config(read_config(base))
-        if cfg.lora.rank:
-            raise CheckpointError(
-                f"--base={base} holds adapters itself. Merge them first: moejax merge-lora "
-                f"--workdir={base} --out=DIR."
-            )
+        refuse_adapters(base, cfg.lora.rank)
         directory, _ = locate(base)
         names = names_of(cfg.model, model_type_of(directory.parent, cfg.model))
     # As fine-tuning sets it; AdamW's state does not depend on what the base was trained with.

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from moejax.checkpoint import Checkpoints
+from moejax.checkpoint.base import check_scale
 from moejax.checkpoint.weights import Weights
 from moejax.config import ConfigError, RunConfig, as_dict
 from moejax.config.load import RESOLVED_FILE
@@ -230,6 +231,7 @@ def restore_or_init(
         say(f"resuming from {checkpoints.path(restored.step)}")
         state = from_tree(restored.state)
         if program.has_base:
+            check_scale(checkpoints.path(restored.step), restored.config["lora"], cfg.lora)
             base = read_base(program, checkpoints.path(restored.step), restored.position)
             state = state._replace(params=merge(state.params, base))
         return state, restored.position, None

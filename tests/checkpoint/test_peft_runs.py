@@ -278,9 +278,9 @@ def test_what_cannot_be_merged_or_imported(place, tmp_path):
         merge_lora(tmp_path / "out")
     with pytest.raises(CheckpointError, match="no base: name the model"):
         merge_lora(tmp_path / "out", adapter=LORA)
-    with pytest.raises(CheckpointError, match="holds adapters itself. Merge them first"):
+    with pytest.raises(CheckpointError, match="holds adapters .* Merge them first"):
         merge_lora(tmp_path / "out", adapter=LORA, base=place / "run")
-    with pytest.raises(CheckpointError, match="holds adapters itself. Merge them first"):
+    with pytest.raises(CheckpointError, match="holds adapters .* Merge them first"):
         import_lora(LORA, place / "run", tmp_path / "out")
     with pytest.raises(CheckpointError, match=r"without adapters \(lora.rank=0\)"):
         export_lora(place / "import", tmp_path / "out")

@@ -81,6 +81,27 @@ def test_another_base_is_refused_by_name(moejax, adapted, run_dir, tmp_path):
     assert gone.code == 2 and gone.err.count("\n") == 1 and "gone" in gone.err
 
 
+def test_another_scale_is_refused(moejax, adapted, base, tmp_path):
+    workdir = copied(adapted, tmp_path / "work")
+    for changed in (
+        adapt(moejax, workdir, base, train__num_steps=6, lora__alpha=99.0),
+        adapt(moejax, workdir, base, train__num_steps=6, lora__rslora=True),
+        moejax("eval", f"--workdir={workdir}", "--config.lora.alpha=99"),
+    ):
+        assert changed.code == 2 and changed.err.count("\n") == 1
+        assert "another scale is another model" in changed.err
+
+
+def test_adapters_are_no_model_to_start_from_or_to_export(moejax, adapted, tmp_path):
+    for refused in (
+        adapt(moejax, tmp_path / "new", adapted),
+        moejax("export-hf", str(adapted), f"--out={tmp_path / 'out'}"),
+    ):
+        assert refused.code == 2 and refused.err.count("\n") == 1
+        assert "moejax merge-lora" in refused.err
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_adapted_model_is_evaluated_and_loaded(moejax, adapted):
     import moejax as package
 

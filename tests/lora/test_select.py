@@ -114,6 +114,18 @@ def test_rank_and_alpha_patterns_give_the_scale():
     assert plain.rank_of("model.layers.0.self_attn.qo_proj") == 8
 
 
+def test_settings_without_effect_are_told():
+    fields = {"rank_pattern": ("zzz=3",), "alpha_pattern": ("o_proj=3",), "shared_a": True}
+    told = select(targets=("q_proj",), **fields).warnings
+    assert [line.partition(":")[0].split()[0] for line in told] == [
+        "lora.rank_pattern", "lora.alpha_pattern", "lora.shared_a"
+    ]  # fmt: skip
+    felt = {"alpha_pattern": ("q_proj=3",), "shared_a": True}
+    assert not select(
+        targets=("q_proj",), target_parameters=("experts.down_proj",), **felt
+    ).warnings
+
+
 def test_layers_of_a_scan_that_are_not_chosen_have_rank_0():
     plan = select(targets=("5.self_attn.q_proj",)).plan
     (spec,) = (spec for runs in plan for specs in runs for spec in specs)
