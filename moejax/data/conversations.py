@@ -25,6 +25,7 @@ from moejax.data.paths import matches
 Message = dict[str, Any]
 # Names that a message's reasoning goes by; templates read the first, and some the second.
 REASONING = ("reasoning_content", "thinking", "reasoning")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def chat_documents(cfg: SourceFields, split: Split) -> list[tuple[str, str]]:
@@ -52,8 +53,14 @@ def _read(path: str, name: str) -> Iterator[tuple[str, str]]:
         raise ConfigError(f"{path}: data.source='chat' reads .jsonl files, one record a line.")
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text ({error}).") from error
+    except UnicodeDecodeError as error:
+        number = 1 + error.object[: error.start].count(b"\n")
+        raise ConfigError(
+            f"{path}:{number}: not UTF-8 text (byte {error.object[error.start]:#04x}). Save the "
+            "file as UTF-8."
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error}).") from error
     # Not splitlines: U+2028 may stand in a JSON text as it is.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
@@ -96,6 +103,9 @@ def _checked(record: Any) -> dict[str, Any]:
         raise _Refused(f"must hold `messages`, or `prompt` and `completion`; it has {both}")
     if not has_messages and isinstance(record["prompt"], str):
         return _plain(record)
+    if not has_messages and not isinstance(record["prompt"], list):
+        kind = _kind(record["prompt"])
+        raise _Refused(f"prompt must be a text or a list of messages, not {kind}")
     if has_messages:
         messages, first = _messages(record["messages"], "messages"), 0
     else:
@@ -136,6 +146,9 @@ def _message(value: Any, where: str) -> Message:
     message = {key: field for key, field in value.items() if field is not None}
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise _Refused(f"{where}.role must be a text such as 'user'")
+    if message["role"] not in ROLES:
+        known = ", ".join(ROLES)
+        raise _Refused(f"{where}.role={message['role']!r} is not known; roles are {known}")
     if "weight" in message and message["weight"] != 1:
         raise _Refused(f"{where}.weight is not read; data.train_on='last' learns the last answer")
     calls = message.get("tool_calls")
@@ -144,10 +157,13 @@ def _message(value: Any, where: str) -> Message:
     if "content" in message or not calls:
         message["content"] = _content(message.get("content"), f"{where}.content")
     reasoning = next((message[key] for key in REASONING if key in message), None)
+    if reasoning is not None and not isinstance(reasoning, str):
+        raise _Refused(f"{where}.{REASONING[0]} must be a text")
+    said = f"{message.get('content', '')}{reasoning or ''}"
+    if message["role"] == "assistant" and not calls and not said.strip():
+        raise _Refused(f"{where}.content is empty: an answer is a text, or has tool_calls")
     if reasoning is None:
         return message
-    if not isinstance(reasoning, str):
-        raise _Refused(f"{where}.{REASONING[0]} must be a text")
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 

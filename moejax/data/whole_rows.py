@@ -56,11 +56,20 @@ class WholeRows:
 
     def check_filled(self, what: str) -> None:
         """Raises ConfigError when there is no row; `what` says of which data."""
-        if not self.num_rows:
-            raise ConfigError(
-                f"{what} has no conversation that fits data.seq_len={self._seq_len}. Raise it, or "
-                "set data.too_long='truncate'."
-            )
+        if self.num_rows:
+            return
+        lengths = np.diff(self._documents.starts)
+        fit = (lengths <= self._seq_len).sum()
+        if fit:
+            why = f"{fit:,} are short enough, but no answer in them is learned. Check data.train_on"
+        elif self._documents.too_long == "drop":
+            why = f"the shortest has {lengths.min():,} tokens. Raise it, or set "
+            why += "data.too_long='truncate'"
+        else:
+            why = f"the shortest has {lengths.min():,} tokens, and no answer fits. Raise it"
+        raise ConfigError(
+            f"{what} has no conversation that fits data.seq_len={self._seq_len}: {why}."
+        )
 
     def row(self, index: int) -> "Row":
         """Row `index` of `num_rows`, padded in front.

@@ -114,7 +114,7 @@ def test_k3_contents_are_text_whatever_they_hold(k3):
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        ({"role": "critic", "content": "x"}, "role='critic' is none that Kimi-K3 knows"),
+        ({"role": "developer", "content": "x"}, "role='developer' is none that Kimi-K3 knows"),
         ({"role": "tool", "content": "x"}, r"messages\[1\] answers no tool call"),
     ],
 )

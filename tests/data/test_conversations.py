@@ -53,6 +53,11 @@ def test_contents_are_texts_and_nulls_are_absent():
         ({"messages": []}, "messages must be a list of messages that is not empty"),
         ({"messages": ["hi"]}, r"messages\[0\] must be an object, not str"),
         ({"messages": [{"content": "x"}]}, r"messages\[0\]\.role must be a text"),
+        ({"messages": [USER, ANSWER, {"role": "robot", "content": "x"}]},
+         r"messages\[2\]\.role='robot' is not known; roles are system, .* assistant, tool\."),
+        ({"messages": [USER, ANSWER | {"content": " \n"}]}, r"messages\[1\]\.content is empty"),
+        ({"prompt": 3, "completion": "x"}, "prompt must be a text or a list of messages, not int"),
+        ({"prompt": None, "completion": "x"}, "prompt must be a text or a list .* not null"),
         ({"messages": [USER, {"role": "assistant"}]}, r"messages\[1\]\.content .* not null"),
         ({"messages": [{"role": "user", "content": 3}]}, "list of text parts, not int"),
         (
@@ -67,7 +72,7 @@ def test_contents_are_texts_and_nulls_are_absent():
         ({"messages": [USER, ANSWER], "tools": "f"}, "tools must be a list of objects"),
         ({"messages": [USER, ANSWER], "chat_template_kwargs": 3}, "kwargs must be an object"),
     ],
-)
+)  # fmt: skip
 def test_a_bad_record_is_named_by_file_and_line(record, reason):
     with pytest.raises(ConfigError, match=rf"^chats\.jsonl:7: .*{reason}"):
         parse_record(json.dumps(record), "chats.jsonl:7")
@@ -90,7 +95,9 @@ def test_bad_files_are_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "chat.txt").write_text(LINE)
     (tmp_path / "half.jsonl").write_text(LINE.replace('"b"', '"\\ud800"') + "\n" + LINE)
+    (tmp_path / "bytes.jsonl").write_bytes(LINE.encode() + b"\n\n\xff" + LINE.encode())
     for name, reason in (
+        ("bytes.jsonl", r"bytes\.jsonl:3: not UTF-8 text \(byte 0xff\)"),
         ("bad.jsonl", r"bad\.jsonl:2: not JSON"),
         ("empty.jsonl", "hold no records"),
         ("chat.txt", "reads .jsonl files"),

@@ -193,6 +193,15 @@ def test_what_fits_no_row_and_caches_are_refused(cfg, tmp_path):
     short = cfg.replace(seq_len=4)
     with pytest.raises(ConfigError, match="no conversation that fits data.seq_len=4"):
         iterator_of(short)
+    one = tmp_path / "one.jsonl"
+    one.write_text('{"prompt": "question", "completion": "answer"}\n')
+    paths = {"paths": (str(one),), "validation_paths": (str(one),)}
+    for change, why in (
+        ({}, r"the shortest has 15 tokens\. Raise it, or set data\.too_long='truncate'\."),
+        ({"too_long": "truncate"}, r"the shortest has 15 tokens, and no answer fits\. Raise it\."),
+    ):
+        with pytest.raises(ConfigError, match=f"the training split has no .*: {why}"):
+            iterator_of(short.replace(**paths, **change))
     with pytest.raises(ConfigError, match="the held-out data has no conversation that fits"):
         make_eval_batches(short, BYTES, load_corpus(short, "validation"), 4)
     with pytest.raises(ConfigError, match="source='chat' has no cache"):
