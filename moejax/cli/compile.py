@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from moejax.planner.aot import CompileReport
 
 EXAMPLES = (
-    "moejax compile --config=tiny --hardware=cpu:8",
+    "moejax compile --config=tiny --hardware=cpu:8 --run",
     "moejax compile --config=kimi_linear_48b --hardware=h200:8x8",
     "moejax compile --config=kimi_k31 --hardware=v5p:4x4x8 --config.mesh.fsdp=2 --json",
     "moejax compile --config=kimi_linear_48b --hardware='v5p:4x4x4*2' --config.mesh.dcn.fsdp=2",
@@ -39,6 +39,7 @@ def main(argv: Sequence[str]) -> int:
         keep_batch="data.batch_size" in overrides,
         num_buffers=options.buffers or 0,
         with_overlap=options.overlap,
+        run=options.run,
     )
     if options.json:
         print(json.dumps(as_json(cfg.model.name, report), indent=2))
@@ -72,6 +73,11 @@ def _parser() -> Parser:
         "--overlap", action="store_true",
         help="also which collectives have compute beside them in the compiled schedule",
     )  # fmt: skip
+    parser.add_argument(
+        "--run", action="store_true",
+        help="of simulated devices (cpu:8): also run the step, and show measured memory and "
+        "collectives beside the compiled ones",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="everything as JSON")
     return parser
 
@@ -89,7 +95,9 @@ def _hardware(options: argparse.Namespace):
 
 def as_json(name: str, report: CompileReport) -> dict[str, Any]:
     """The report in plain values; bytes and seconds."""
-    return {"config": name, "fits": report.fits, **dataclasses.asdict(report)}
+    plain = dataclasses.asdict(report)
+    plain["categories"] = [one._asdict() for one in report.categories]
+    return {"config": name, "fits": report.fits, **plain}
 
 
 def print_report(name: str, report: CompileReport) -> None:
@@ -107,6 +115,10 @@ def print_report(name: str, report: CompileReport) -> None:
         say("")
         say(_hidden(report), bold=True)
         _print_overlap(report)
+    if report.measured:
+        say("")
+        say("run for real: what a device holds and sends in a step", bold=True)
+        _print_measured(report)
     if report.buffers:
         say("")
         say("largest temporaries of the fullest moment", bold=True)
@@ -159,6 +171,21 @@ def _print_collectives(report: CompileReport) -> None:
     right = Column(right=True)
     columns = [Column(), Column(), right, right, right, right, right, Column(dim=True)]
     print_table(columns, rows, header)
+
+
+def _print_measured(report: CompileReport) -> None:
+    header = ["", "compiled", "measured", "ratio", "runs compiled", "runs measured", ""]
+    rows = [
+        [
+            row.what, _gib(row.compiled), _gib(row.measured),
+            f"{row.measured / row.compiled:.3f}" if row.compiled else "-",
+            f"{row.compiled_runs:g}" if row.compiled_runs else "",
+            f"{row.measured_runs:g}" if row.compiled_runs else "",
+            "a loop of unknown length, compiled for one pass" if row.open_loop else "",
+        ]
+        for row in report.measured
+    ]  # fmt: skip
+    print_table([Column(), *[Column(right=True)] * 5, Column(dim=True)], rows, header)
 
 
 def _hidden(report: CompileReport) -> str:

@@ -24,6 +24,7 @@ from moejax.planner.buffers import DUMP_OPTIONS, Buffer, peak_buffers
 from moejax.planner.categories import Category, argument_categories
 from moejax.planner.collectives import Collective, collective_reader, count_collectives
 from moejax.planner.hardware import Hardware, num_chips, target_config
+from moejax.planner.measure import Measured, run_and_measure
 from moejax.planner.overlap import Overlap, read_overlap
 from moejax.planner.roofline import Roofline, hardware_flops, hbm_bytes, roofline, with_links
 from moejax.train.compile import Compiled, compile_once
@@ -81,6 +82,7 @@ class CompileReport:
       buffers: temporaries alive at the peak, largest first; empty where they were not asked for.
       overlap: what of the collectives is hidden behind compute; empty where it was not asked for.
       categories: what the arguments are.
+      measured: what running the step told; empty where it was not run.
     """
 
     hardware: str
@@ -100,6 +102,7 @@ class CompileReport:
     buffers: tuple[Buffer, ...] = ()
     overlap: tuple[Overlap, ...] = ()
     categories: tuple[Category, ...] = ()
+    measured: tuple[Measured, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -177,6 +180,7 @@ def compile_for(
     keep_batch: bool = False,
     num_buffers: int = 0,
     with_overlap: bool = False,
+    run: bool = False,
 ) -> CompileReport:
     """Compiles the train step of a config for hardware that need not be here.
 
@@ -186,9 +190,16 @@ def compile_for(
       keep_batch: use `data.batch_size` instead of one row a device and microbatch.
       num_buffers: also report so many of the temporaries alive at the peak.
       with_overlap: also report which collectives have compute beside them.
+      run: also run the step, of simulated devices, and measure it.
     Raises:
-      ConfigError: the mesh or batch does not fit the devices, or a compiler is missing.
+      ConfigError: the mesh or batch does not fit the devices, a compiler is missing, or a step is
+        to run on what is not here.
     """
+    if run and hardware.chip.platform != "cpu":
+        raise ConfigError(
+            f"--run with --hardware={hardware.name}: those devices are not here. "
+            "Only simulated ones run, as cpu:8."
+        )
     devices = absent_devices(hardware)
     if not keep_batch:
         cfg = one_row_a_device(cfg, len(devices))
@@ -232,6 +243,7 @@ def compile_for(
         buffers=tuple(buffers),
         overlap=overlap,
         categories=tuple(argument_categories(program, abstract_arguments(program)[1])),
+        measured=tuple(run_and_measure(program, compiled)) if run and compiled else (),
     )
 
 

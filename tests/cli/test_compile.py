@@ -24,7 +24,7 @@ EIGHT = ("compile", "--config=tiny", "--hardware=cpu:8")
 def report():
     """The step of the small model compiled for eight simulated devices."""
     cfg = load_config("tiny", SMALL | {"data.batch_size": 4096})
-    return compile_for(cfg, parse_hardware("cpu:8"), num_buffers=1000, with_overlap=True)
+    return compile_for(cfg, parse_hardware("cpu:8"), num_buffers=1000, with_overlap=True, run=True)
 
 
 @pytest.fixture
@@ -123,11 +123,48 @@ def test_nothing_in_loops_is_no_hundred_percent(moejax, compiled, report):
     assert "0 % in the loops over layers" in moejax(*EIGHT, *flags()).out
 
 
+def test_what_ran_is_what_was_compiled(moejax, compiled, report):
+    """Arguments and collectives exactly; memory in between as near as a process shows it."""
+    arguments, working, *collectives = report.measured
+    assert (arguments.what, working.what) == ("arguments", "working memory")
+    assert arguments.measured == arguments.compiled == report.memory.arguments
+    assert 0.3 < working.measured / working.compiled < 3
+    sent = {f"{row.kind} over {row.axes}": row for row in report.collectives}
+    assert collectives and len(collectives) == len(sent)
+    for row in collectives:
+        assert row.measured == row.compiled == sent[row.what].sent_bytes
+        assert row.measured_runs == row.compiled_runs == sent[row.what].count
+    shown = moejax(*EIGHT, *flags(), "--run")
+    assert compiled["run"] is True and "run for real" in shown.out
+
+
+def test_what_is_not_here_does_not_run(moejax):
+    shown = moejax("compile", "--config=tiny", "--hardware=h200:1x8", "--run")
+    assert shown.code == 2 and shown.err.count("\n") == 1 and "Only simulated ones run" in shown.err
+
+
+@pytest.mark.slow
+def test_a_lora_step_with_experts_runs_as_compiled():
+    """The headline's program, shrunk: experts over 4 devices, the rest over 2 such groups."""
+    lora = {"lora.rank": "8", "lora.targets": "('q_proj', 'k_proj', 'gate')"}
+    cfg = load_config("tiny", lora | {"train.frozen_dtype": "bfloat16"})
+    report = compile_for(cfg, parse_hardware("cpu:8"), run=True)
+    arguments, working, *collectives = report.measured
+    assert arguments.measured == arguments.compiled
+    assert 0.7 < working.measured / working.compiled < 1.4
+    assert {row.what.partition(" ")[0] for row in collectives} >= {"all-to-all", "all-gather"}
+    for row in collectives:
+        assert row.measured == (row.measured_runs > 0) * row.compiled
+        assert row.open_loop or row.measured_runs == row.compiled_runs
+
+
 def test_json_holds_every_figure(moejax, compiled, report):
     shown = moejax(*EIGHT, *flags(), "--json")
     read = json.loads(shown.out)
     assert shown.code == 0 and read["fits"] is True and read["hardware"] == "cpu:8"
     assert read["memory"] == dataclasses.asdict(report.memory)
+    assert read["measured"][0] == dataclasses.asdict(report.measured[0])
+    assert read["categories"][0] == report.categories[0]._asdict()
     assert read["roofline"]["bound"] == report.roofline.bound
     assert {"kind", "axes", "count", "sent_bytes", "link_bytes", "network_bytes"} <= read[
         "collectives"
