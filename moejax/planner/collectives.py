@@ -102,7 +102,7 @@ def collective_reader(mesh_shape: Mapping[str, int], device_ids: Sequence[int] =
             return None
         if group == 1:
             return None
-        sent = _sent(kind, operand, group)
+        sent = sent_bytes(kind, operand, group)
         return Collective(kind, axes, group, 1, operand, sent, between_slices=across)
 
     return read
@@ -145,7 +145,7 @@ def _operand_bytes(found: Instruction, body: Body) -> int:
     return sum(type_bytes(body[name].type) for name in names if name in body)
 
 
-def _sent(kind: str, operand: int, group: int) -> int:
+def sent_bytes(kind: str, operand: int, group: int) -> int:
     """Bytes that a device sends at least, by the usual ring or direct algorithm."""
     if group <= 1:
         return 0
