@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moejax.cli.flags import Parser, add_config, add_devices, is_first_process, start_devices
-from moejax.config import ConfigError, RunConfig
+from moejax.config import ConfigError, RunConfig, check_asked
 from moejax.config.load import RESOLVED_FILE, load_config, shipped_names
 
 EXAMPLES = (
@@ -36,8 +36,8 @@ def main(argv: Sequence[str]) -> int:
     cfg = finetune_config(options, overrides)
     if not options.workdir and not options.show:
         raise ConfigError("--workdir is needed: the folder the fine-tuned run lives in.")
-    devices = start_devices(options)
-    cfg.check(devices)
+    check_asked(cfg, overrides)
+    cfg.check(start_devices(options))
 
     from moejax.data import chat_facts, get_tokenizer, load_corpus
     from moejax.train import run
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
     facts = chat_facts(cfg.data, tokenizer, load_corpus(cfg.data, "train"))
     cfg = with_steps(cfg, facts.rows, overrides)
     if is_first_process():
-        print("\n".join([*facts.lines(), plan(cfg)]), flush=True)
+        print("\n".join([*facts.lines(), plan(cfg, facts.rows)]), flush=True)
     if options.show:
         return 0
     result = run(cfg, options.workdir)
@@ -188,15 +188,35 @@ def with_steps(cfg: RunConfig, rows: int, overrides: Mapping[str, str]) -> RunCo
     return cfg
 
 
-def plan(cfg: RunConfig) -> str:
-    """One line: what is trained, and for how long."""
-    rank = cfg.lora.rank
+def plan(cfg: RunConfig, rows: int) -> str:
+    """One line: what is trained, for how long, and how often that passes over the data.
+
+    Args:
+      cfg: of the run.
+      rows: of an epoch.
+    """
+    rank, steps, batch = cfg.lora.rank, cfg.train.num_steps, cfg.data.batch_size
     what = f"adapters of rank {rank}" if rank else "all parameters"
     if cfg.train.trainable:
         what = f"what train.trainable names ({', '.join(cfg.train.trainable)})"
-    epochs = f", {cfg.data.epochs} epochs" if cfg.data.epochs else ""
     return (
-        f"training {what} of {cfg.init_from}: {cfg.train.num_steps} steps of "
-        f"{cfg.data.batch_size} rows of {cfg.data.seq_len} tokens{epochs}, {cfg.optim.name} at "
+        f"training {what} of {cfg.init_from}: {steps} steps of {batch} rows of {cfg.data.seq_len} "
+        f"tokens, {passes(steps * batch, rows, cfg.data.epochs)}, {cfg.optim.name} at "
         f"{cfg.optim.lr:g}"
     )
+
+
+def passes(seen: int, rows: int, epochs: int) -> str:
+    """`480 of 533 rows once` in words: how much of the data a run reads, and how often.
+
+    Args:
+      seen: rows of all its steps.
+      rows: of an epoch.
+      epochs: after which the data is used up; 0: never.
+    """
+    seen = min(seen, rows * epochs) if epochs else seen
+    if seen < rows:
+        return f"{seen:,} of the {rows:,} rows, once ({seen / rows:.0%} of an epoch)"
+    count = seen / rows
+    shown = f"{count:.0f}" if seen % rows == 0 else f"{count:.1f}"
+    return f"{shown} epoch{'s' * (shown != '1')} of {rows:,} rows"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moejax.cli.flags import Parser, add_config, add_devices, required_config, start_devices
-from moejax.config import ConfigError
+from moejax.config import ConfigError, check_asked
 
 EXAMPLES = (
     "moejax train --config=tiny --workdir=runs/tiny --devices=8",
@@ -32,6 +32,7 @@ def main(argv: Sequence[str]) -> int:
     cfg = required_config(options, overrides)
     if not options.workdir:
         raise ConfigError("--workdir is needed: the folder the run lives in.")
+    check_asked(cfg, overrides)
     cfg.check(start_devices(options))
 
     from moejax.train import run

@@ -34,6 +34,7 @@ from moejax.config.run import (
     SourceConfig,
     SourceFields,
     TrainConfig,
+    check_asked,
 )
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "allowed",
     "as_dict",
     "build_section",
+    "check_asked",
     "flat_names",
     "nearest",
     "unknown_field_message",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Collection
 from typing import Any
 
 from moejax.config.fields import ConfigError, Section, section_entries, setting
@@ -424,9 +425,11 @@ def _check_batch(run: RunConfig, sizes: dict[str, int]) -> None:
 def _check_trainable(run: RunConfig) -> None:
     """What touches every parameter does not go with parameters that must stay as they are."""
     if run.lora.rank == 0 and run.lora != LoraConfig():
+        plain, fields = LoraConfig(), [f.name for f in dataclasses.fields(LoraConfig)]
+        field = next(f for f in fields if getattr(run.lora, f) != getattr(plain, f))
         raise ConfigError(
-            "lora.rank=0 turns adapters off, but other lora fields are set. Give lora.rank a value "
-            "like 8, or leave the section as it is."
+            f"lora.{field}={getattr(run.lora, field)!r} has no effect: lora.rank=0 turns adapters "
+            f"off. Give lora.rank a value like 8, or leave lora.{field} out."
         )
     if not run.train.trainable and not run.lora.rank:
         if run.train.frozen_dtype != "float32":
@@ -443,6 +446,26 @@ def _check_trainable(run: RunConfig) -> None:
                 f"optim.{field}={value} does not go with {why}: it needs all parameters "
                 f"trained. Set optim.{field}=0."
             )
+
+
+def check_asked(run: RunConfig, names: Collection[str]) -> None:
+    """Rules for fields that were set by hand, where a config may have them for its base's sake.
+
+    Args:
+      run: the config with them.
+      names: dotted names of the fields.
+    Raises:
+      ConfigError: one has no effect.
+    """
+    moe = run.model.moe
+    biased = moe.balance in ("quantile", "bias_step")
+    asked = [n for n in ("model.moe.balance", "model.moe.bias_rate") if n in names]
+    if run.lora.rank and biased and asked:
+        value = getattr(moe, asked[0].rpartition(".")[2])
+        raise ConfigError(
+            f"{asked[0]}={value} has no effect with lora.rank={run.lora.rank}: router biases stay "
+            "those of the base. Leave it out."
+        )
 
 
 _BYTE_VOCAB_SIZE = 257  # 256 bytes and end of text

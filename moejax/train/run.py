@@ -49,6 +49,7 @@ from moejax.train.initial import (
 )
 from moejax.train.lock import sole_run
 from moejax.train.loop import Loop
+from moejax.train.notices import check_same_model, lora_notices, without_effect
 from moejax.train.placement import Placer, open_placer
 from moejax.train.report import last_metrics, summarize
 from moejax.train.samples import Samples
@@ -116,12 +117,16 @@ def run(
     placer = open_placer(program)
     checkpoints = Checkpoints(workdir, cfg.checkpoint)
     latest = checkpoints.latest_step()
-    if latest is not None and latest >= cfg.train.num_steps:
-        return _already_finished(cfg, workdir, checkpoints, latest)
+    if latest is not None:
+        check_same_model(program, checkpoints.path(latest))
+        if over := _already_over(program.cfg, workdir, checkpoints, latest):
+            return over
     with sole_run(workdir):
         self_check(cfg.with_hosts(), program.mesh, _say)
         if program.selection is not None:
             tell_adapters(program, _say)
+            for line in lora_notices(program, fresh=latest is None):
+                _say(line)
         result, summary = _train(program, placer, workdir, corpora, checkpoints)
         if summary is not None:
             summary = dataclasses.replace(
@@ -334,15 +339,29 @@ def _write_facts(
         os.replace(scratch, workdir / file)
 
 
-def _already_finished(
-    cfg: RunConfig, workdir, checkpoints: Checkpoints, latest: int
-) -> TrainResult:
+def _already_over(
+    cfg: RunConfig, workdir: pathlib.Path, checkpoints: Checkpoints, latest: int
+) -> TrainResult | None:
+    """The result of a run that has no step left to make, said in a line or two; None for others."""
+    num_steps, stop_at = cfg.train.num_steps, cfg.train.stop_at
+    finished, stopped = latest >= num_steps, 0 <= stop_at <= latest
+    if not (finished or stopped):
+        return None
     checkpoints.verify(latest)
     where = checkpoints.path(latest)
+    found = last_metrics(workdir, latest), where, latest
+    if not finished:
+        _say(
+            f"{workdir} is at step {latest}, and train.stop_at={stop_at} is reached: nothing to "
+            f"do ({where}). To train on: --config.train.stop_at=-1, or a later step."
+        )
+        return TrainResult(*found, "train.stop_at reached before")
     _say(
-        f"{workdir} is finished: step {latest} of train.num_steps={cfg.train.num_steps}, "
+        f"{workdir} is finished: step {latest} of train.num_steps={num_steps}, "
         f"in {where}. "
-        f"To train on: --config.train.num_steps={2 * max(latest, cfg.train.num_steps)}; "
+        f"To train on: --config.train.num_steps={2 * max(latest, num_steps)}; "
         "to start over: another --workdir."
     )
-    return TrainResult(last_metrics(workdir, latest), where, latest, "finished before")
+    if line := without_effect(cfg, where):
+        _say(line)
+    return TrainResult(*found, "finished before")

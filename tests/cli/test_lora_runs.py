@@ -92,6 +92,23 @@ def test_another_scale_is_refused(moejax, adapted, base, tmp_path):
         assert "another scale is another model" in changed.err
 
 
+def test_another_model_is_refused_by_field_whether_the_run_is_finished_or_not(
+    moejax, adapted, base, run_dir
+):
+    dim = flags(model__dim=48)
+    for num_steps in (4, 9):
+        for changes, field in (
+            ({"lora__rank": 4}, "lora.rank=4 (was 2)"),
+            ({"lora__alpha": 4.0}, "lora.alpha=4.0 (was 16.0)"),
+            ({"lora__targets": ("o_proj",)}, "lora.targets=('o_proj',) (was ('q_b_proj', "),
+        ):
+            refused = adapt(moejax, adapted, base, **changes, train__num_steps=num_steps)
+            assert refused.code == 2 and refused.err.count("\n") == 1
+            assert "Fields that differ: " in refused.err and field in refused.err
+    plain = moejax("train", "--config=tiny", f"--workdir={run_dir}", *dim)
+    assert plain.code == 2 and "Fields that differ: model.dim=48 (was 32)" in plain.err
+
+
 def test_adapters_are_no_model_to_start_from_or_to_export(moejax, adapted, tmp_path):
     for refused in (
         adapt(moejax, tmp_path / "new", adapted),
