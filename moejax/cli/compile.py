@@ -122,7 +122,7 @@ def print_report(name: str, report: CompileReport) -> None:
     if report.buffers:
         say("")
         say("largest temporaries of the fullest moment", bold=True)
-        rows = [[_gib(one.size), one.type.partition("{")[0], one.source] for one in report.buffers]
+        rows = [[gib(one.size), one.type.partition("{")[0], one.source] for one in report.buffers]
         print_table([Column(right=True), Column(), Column(dim=True)], rows)
     if report.roofline:
         say("")
@@ -130,7 +130,7 @@ def print_report(name: str, report: CompileReport) -> None:
         print_table([Column(), Column(right=True), Column(dim=True)], _times(report))
     say("")
     memory = report.memory
-    share = f"{_gib(memory.peak)} of {_gib(memory.available)} a device"
+    share = f"{gib(memory.peak)} of {gib(memory.available)} a device"
     say(f"fits: {'yes' if report.fits else 'no'} ({share})", bold=True)
     if report.refused:
         say(f"the compiler: {report.refused[:300]}")
@@ -140,16 +140,16 @@ def _facts(report: CompileReport) -> list[list[str]]:
     memory = report.memory
     rows = [
         ["rows", f"{report.rows:,}", f"of {report.seq_len:,} tokens"],
-        ["compile", f"{report.compile_s:.1f} s", f"{_gib(report.host_bytes)} of host memory"],
+        ["compile", f"{report.compile_s:.1f} s", f"{gib(report.host_bytes)} of host memory"],
     ]
-    rows += [[f"  {one.name}", _gib(one.device_bytes), ""] for one in report.categories]
+    rows += [[f"  {one.name}", gib(one.device_bytes), ""] for one in report.categories]
     if not report.refused:
-        rows[2:2] = [["arguments", _gib(memory.arguments), "a device: state and batch"]]
+        rows[2:2] = [["arguments", gib(memory.arguments), "a device: state and batch"]]
         rows += [
-            ["outputs", _gib(memory.outputs), f"{_gib(memory.aliased)} of it over the arguments"],
-            ["temporaries", _gib(memory.temporaries), ""],
+            ["outputs", gib(memory.outputs), f"{gib(memory.aliased)} of it over the arguments"],
+            ["temporaries", gib(memory.temporaries), ""],
         ]
-    rows.append(["peak", _gib(memory.peak), f"of {_gib(memory.available)}"])
+    rows.append(["peak", gib(memory.peak), f"of {gib(memory.available)}"])
     trained = sum(
         one.values for one in report.categories if one.name.startswith(("adapters", "trained"))
     )
@@ -162,8 +162,8 @@ def _print_collectives(report: CompileReport) -> None:
     header = ["kind", "mesh axes", "group", "count", "operands", "inside", "between", ""]
     rows = [
         [
-            row.kind, row.axes, str(row.group), f"{row.count:,}", _gib(row.operand_bytes),
-            _gib(row.link_bytes), _gib(row.network_bytes),
+            row.kind, row.axes, str(row.group), f"{row.count:,}", gib(row.operand_bytes),
+            gib(row.link_bytes), gib(row.network_bytes),
             "one pass of a loop of unknown length" if row.open_loop else "",
         ]
         for row in report.collectives
@@ -177,7 +177,7 @@ def _print_measured(report: CompileReport) -> None:
     header = ["", "compiled", "measured", "ratio", "runs compiled", "runs measured", ""]
     rows = [
         [
-            row.what, _gib(row.compiled), _gib(row.measured),
+            row.what, gib(row.compiled), gib(row.measured),
             f"{row.measured / row.compiled:.3f}" if row.compiled else "-",
             f"{row.compiled_runs:g}" if row.compiled_runs else "",
             f"{row.measured_runs:g}" if row.compiled_runs else "",
@@ -197,8 +197,8 @@ def _hidden(report: CompileReport) -> str:
     in_loops = f"{100 * hidden_share(looped):.0f} % in the loops over layers"
     return (
         f"sent beside compute: {100 * hidden_share(report.overlap):.0f} % of the bytes, "
-        f"{in_loops if looped else 'none are sent in loops over layers'}; of {_seconds(wire)} on "
-        f"the wire {_seconds(exposed)} are exposed"
+        f"{in_loops if looped else 'none are sent in loops over layers'}; of {seconds(wire)} on "
+        f"the wire {seconds(exposed)} are exposed"
     )
 
 
@@ -207,9 +207,9 @@ def _print_overlap(report: CompileReport) -> None:
     rows = [
         [
             row.kind, row.axes, "loops" if row.in_loop else "once", f"{row.count:,}",
-            _gib(row.sent_bytes), _percent(row.async_bytes, row.sent_bytes),
-            _percent(row.hidden_bytes, row.sent_bytes), _seconds(row.seconds),
-            _seconds(row.exposed_s),
+            gib(row.sent_bytes), _percent(row.async_bytes, row.sent_bytes),
+            _percent(row.hidden_bytes, row.sent_bytes), seconds(row.seconds),
+            seconds(row.exposed_s),
         ]
         for row in report.overlap
     ]  # fmt: skip
@@ -231,16 +231,18 @@ def _times(report: CompileReport) -> list[list[str]]:
         ("step", times.step_s, f"all overlapped: MFU {100 * times.mfu:.1f} %"),
         ("step", times.serial_s, f"nothing overlapped: MFU {100 * times.serial_mfu:.1f} %"),
     )
-    rows = [[label, _seconds(value), remark] for label, value, remark in named]
+    rows = [[label, seconds(value), remark] for label, value, remark in named]
     tokens = f"{report.tokens_per_s:,.0f}"
     return [*rows, ["tokens/s", tokens, "of all devices, in the least time of a step"]]
 
 
-def _gib(count: float) -> str:
+def gib(count: float) -> str:
+    """Bytes in KiB, MiB or GiB."""
     if count < 2**20:
         return f"{count / 2**10:.1f} KiB"
     return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.2f} GiB"
 
 
-def _seconds(value: float) -> str:
+def seconds(value: float) -> str:
+    """Seconds, or milliseconds below one."""
     return f"{1e3 * value:.3g} ms" if value < 1 else f"{value:.3g} s"

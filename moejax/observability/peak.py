@@ -58,13 +58,18 @@ def peak_flops(device: jax.Device, dtype: Any = jnp.bfloat16) -> tuple[float, st
     Returns:
       FLOP/s, and where the number is from: "data sheet" or "measured".
     """
-    kind = device.device_kind
+    known = sheet_flops(device.device_kind, dtype)
+    return (known, "data sheet") if known else (_measured(device, jnp.dtype(dtype)), "measured")
+
+
+def sheet_flops(kind: str, dtype: Any = jnp.bfloat16) -> float:
+    """The data sheet's rate of a kind of device, as jax names it; 0 for one that is not listed."""
     starts = [start for start in _BF16_PEAKS if kind.startswith(start)]
     if not starts:
-        return _measured(device, jnp.dtype(dtype)), "measured"
+        return 0.0
     peak = _BF16_PEAKS[max(starts, key=len)]
     half = kind.startswith("NVIDIA") and jnp.dtype(dtype).itemsize == 4
-    return peak / 2 if half else peak, "data sheet"
+    return peak / 2 if half else peak
 
 
 @functools.cache

@@ -159,12 +159,18 @@ def near_devices(mesh: Mesh, cfg: MeshConfig | None = None) -> dict[str, int]:
       cfg: of the mesh; where simulated devices stand for hosts, only it tells.
     """
     places = np.vectorize(place_of, otypes=[int])(mesh.devices)
-    near = {}
-    for i, axis in enumerate(mesh.axis_names):
-        lines = np.moveaxis(places, i, 0).reshape(places.shape[i], -1)
-        near[axis] = int((lines == lines[:1]).sum(0).min())
+    near = near_places(places, mesh.axis_names)
     if cfg is not None and mesh.devices.flat[0].platform == "cpu" and not places.any():
         near = {axis: n // getattr(cfg.dcn, axis) for axis, n in near.items()}
+    return near
+
+
+def near_places(places: np.ndarray, axes: Sequence[str]) -> dict[str, int]:
+    """The same from the number of every device's host or slice, laid out as the mesh."""
+    near = {}
+    for i, axis in enumerate(axes):
+        lines = np.moveaxis(places, i, 0).reshape(places.shape[i], -1)
+        near[axis] = int((lines == lines[:1]).sum(0).min())
     return near
 
 

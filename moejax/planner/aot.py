@@ -23,6 +23,7 @@ from moejax.partitioning import describe_mesh, make_mesh, near_devices, num_batc
 from moejax.planner.buffers import DUMP_OPTIONS, Buffer, peak_buffers
 from moejax.planner.categories import Category, argument_categories
 from moejax.planner.collectives import Collective, collective_reader, count_collectives
+from moejax.planner.flops import flops_of
 from moejax.planner.hardware import Hardware, num_chips, target_config
 from moejax.planner.measure import Measured, run_and_measure
 from moejax.planner.overlap import Overlap, read_overlap
@@ -324,7 +325,7 @@ def _bound(
     remat = cfg.train.remat
     return roofline(
         model_flops=flops_per_token * tokens,
-        hardware_flops=hardware_flops(flops_per_token * tokens, remat),
+        hardware_flops=hardware_flops(flops_per_token, remat, flops_of(program).forward) * tokens,
         hbm_bytes=hbm_bytes(
             program.parts, cfg.train.compute_dtype, mesh.shape["expert"], remat,
             cfg.train.accumulation, memory.arguments + memory.outputs, memory.temporaries,

@@ -25,7 +25,10 @@ class Chip:
       link_bytes_s: what a device sends inside its host or slice, all links, one direction.
       network_bytes_s: what a device sends to other hosts or slices, one direction.
       source: where the figures are from.
-      target: fields of XLA's GpuTargetConfigProto that differ between cards.
+      jax_kind: how jax names the device, for its arithmetic rate; "" where that is measured.
+      cores: jax devices of a chip.
+      target: fields of XLA's GpuTargetConfigProto that differ between cards; none where XLA knows
+        no such card.
     """
 
     kind: str
@@ -35,25 +38,32 @@ class Chip:
     link_bytes_s: float
     network_bytes_s: float
     source: str
+    jax_kind: str = ""
+    cores: int = 1
     target: tuple[tuple[str, int | float | str], ...] = ()
 
 
 def _nvidia(
-    kind: str, memory_gb: int, hbm: float, nvlink: float, source: str, **target: int | float | str
-) -> Chip:
+    kind: str, memory_gb: int, hbm: float, nvlink: float, source: str, *, network: float = 50e9,
+    **target: int | float | str,
+) -> Chip:  # fmt: skip
     return Chip(
         kind=kind,
         platform="cuda",
         memory_bytes=memory_gb * _GB,
         hbm_bytes_s=hbm,
         link_bytes_s=nvlink,
-        network_bytes_s=50e9,  # one 400 Gb/s adapter a GPU, as in NVIDIA's own HGX and DGX hosts
+        # By default one 400 Gb/s adapter a GPU, as in NVIDIA's own HGX and DGX hosts.
+        network_bytes_s=network,
         source=source,
+        jax_kind=f"NVIDIA {kind.split()[0]}",
         target=tuple(target.items()),
     )
 
 
-def _tpu(kind: str, cores: int, memory_gib: int, hbm: float, ici: float, dcn_gbit: float) -> Chip:
+def _tpu(
+    kind: str, jax_kind: str, cores: int, memory_gib: int, hbm: float, ici: float, dcn_gbit: float
+) -> Chip:
     """Per device from figures per chip; `ici` counts both directions, as Google prints it."""
     return Chip(
         kind=kind,
@@ -63,6 +73,8 @@ def _tpu(kind: str, cores: int, memory_gib: int, hbm: float, ici: float, dcn_gbi
         link_bytes_s=ici / 2 / cores,
         network_bytes_s=dcn_gbit * 1e9 / 8 / cores,
         source="Cloud TPU documentation, system architecture tables",
+        jax_kind=jax_kind,
+        cores=cores,
     )
 
 
@@ -83,10 +95,12 @@ CHIPS: dict[str, Chip] = {
         memory_bandwidth=7672320000000, l2_cache_size=132644864, device_memory_size=191514411008,
         major=10, name="NVIDIA B200",
     ),
-    "v5p": _tpu("TPU v5p", 1, 95, 2.765e12, 1200e9, 50),
-    "v6e": _tpu("TPU v6e", 1, 32, 1.638e12, 800e9, 100),
+    # XLA has no description of it yet; 800 Gb/s a GPU.
+    "b300": _nvidia("B300", 288, 8e12, 900e9, "NVIDIA data sheet", network=100e9),
+    "v5p": _tpu("TPU v5p", "TPU v5", 1, 95, 2.765e12, 1200e9, 50),
+    "v6e": _tpu("TPU v6e", "TPU v6e", 1, 32, 1.638e12, 800e9, 100),
     # Two JAX devices a chip.
-    "tpu7x": _tpu("TPU7x core", 2, 192, 7.38e12, 1200e9, 100),
+    "tpu7x": _tpu("TPU7x core", "TPU7x", 2, 192, 7.38e12, 1200e9, 100),
 }  # fmt: skip
 
 _TARGET_CONFIG = """\
@@ -109,7 +123,13 @@ device_description_str: "{name}"
 
 
 def target_config(chip: Chip) -> str:
-    """XLA's GpuTargetConfigProto of a card, as text."""
+    """XLA's GpuTargetConfigProto of a card, as text.
+
+    Raises:
+      ConfigError: XLA has no description of it.
+    """
+    if not chip.target:
+        raise ConfigError(f"XLA knows no {chip.kind} yet; `moejax cost` needs no compiler.")
     return _TARGET_CONFIG.format(**dict(chip.target))
 
 
@@ -195,3 +215,8 @@ def _this_cpu(devices: int) -> Chip:
 def num_chips(hardware: Hardware) -> int:
     """Product of the shape: GPUs, TPU chips (which may be two devices each) or CPU devices."""
     return math.prod(hardware.shape) * hardware.slices
+
+
+def num_devices(hardware: Hardware) -> int:
+    """Its jax devices."""
+    return num_chips(hardware) * hardware.chip.cores

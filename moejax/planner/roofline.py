@@ -118,9 +118,18 @@ def split_bytes(row: Collective, near: Near) -> tuple[float, float]:
     return whole * (inside - 1) / inside, across
 
 
-def hardware_flops(model_flops: float, remat: str) -> float:
-    """FLOPs carried out: full rematerialisation runs the forward pass twice, 4 for every 3."""
-    return model_flops * 4 / 3 if remat == "full" else model_flops
+def hardware_flops(model_flops: float, remat: str, forward_flops: float | None = None) -> float:
+    """FLOPs carried out: rematerialisation runs the forward pass twice.
+
+    Args:
+      model_flops: forward and backward.
+      remat: policy.
+      forward_flops: of the forward pass; None: a third, as where all weights are trained. Of a
+        frozen model it is half.
+    """
+    if remat == "none":
+        return model_flops
+    return model_flops + (model_flops / 3 if forward_flops is None else forward_flops)
 
 
 def hbm_bytes(
@@ -144,6 +153,6 @@ def hbm_bytes(
     weights = 0
     for info, leaf in zip(flat_infos(parts.infos), jax.tree.leaves(parts.params), strict=True):
         weights += num_values(info, leaf) // (expert_ways if "experts" in info.axes else 1)
-    rounds = (3 if remat == "full" else 2) * passes
+    rounds = (2 if remat == "none" else 3) * passes
     at_use = weights * jnp.dtype(compute_dtype).itemsize * rounds
     return state_bytes + 2.0 * at_use + 2.0 * temp_bytes

@@ -144,18 +144,12 @@ def weight_traffic(program: Program, near: Near) -> list[Collective]:
             rest = [axis for axis in BATCH_AXES if axis not in (*stored, *kept)]
             add("reduce-scatter", stored, micro * whole, micro * layers)
             add("all-reduce", rest, micro * whole // ways, micro * layers)
-    return [
-        _collective(kind, axes, math.prod(sizes[axis] for axis in axes.split("*")), *found, near)
-        for (kind, axes), found in totals.items()
-    ]
-
-
-def _collective(
-    kind: str, axes: str, group: int, count: int, operand: int, near: Near
-) -> Collective:
-    return with_links(
-        Collective(kind, axes, group, count, operand, sent_bytes(kind, operand, group)), near
-    )
+    rows = []
+    for (kind, axes), (count, operand) in totals.items():
+        group = math.prod(sizes[axis] for axis in axes.split("*"))
+        sent = sent_bytes(kind, operand, group)
+        rows.append(with_links(Collective(kind, axes, group, count, operand, sent), near))
+    return rows
 
 
 def _axes_of(spec: Any) -> list[str]:
