@@ -20,7 +20,7 @@ import numpy as np
 from moejax.checkpoint import layout, reader
 from moejax.checkpoint.layout import CheckpointError
 from moejax.checkpoint.manager import Checkpoints
-from moejax.checkpoint.weights import open_weights
+from moejax.checkpoint.weights import check_base_is_there, open_weights
 from moejax.config import LoraConfig, RunConfig, build_section
 from moejax.layers.adapter import is_adapter
 from moejax.layers.param import drawing_options
@@ -43,6 +43,7 @@ def base_leaves(cfg: RunConfig, parts: ModelParts, wanted: Leaves) -> dict[str, 
     """
     if not cfg.init_from:
         return _drawn(cfg.seed, parts, wanted)
+    check_base_is_there(cfg.init_from)
     weights = open_weights(cfg.init_from, packed=cfg.model.moe.expert_format == "mxfp4")
     for name, leaf in wanted.items():
         if weights.shapes.get(name) != leaf.shape:

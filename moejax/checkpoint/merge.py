@@ -29,7 +29,7 @@ from moejax.checkpoint.peft_fold import Adapters, changes_of, folded_names
 from moejax.checkpoint.peft_names import PeftNames
 from moejax.checkpoint.peft_read import PeftFolder
 from moejax.checkpoint.peft_run import RunAdapters, model_type_of, names_of
-from moejax.checkpoint.weights import is_hf_folder, refuse_adapters
+from moejax.checkpoint.weights import check_base_is_there, is_hf_folder, refuse_adapters
 from moejax.config import RunConfig, build_section
 from moejax.models.hf_config import FAMILIES
 from moejax.models.parts import model_parts
@@ -86,6 +86,8 @@ def merge_lora(
             "no base: name the model that the adapter was trained on by --base "
             "(a checkpoint, or a Hugging Face folder)."
         )
+    if trained and base == trained.cfg.init_from:
+        check_base_is_there(base)
     base, out = pathlib.Path(base).expanduser().absolute(), free_folder(out)
     write = _over_folder if is_hf_folder(base) else _over_checkpoint
     adapters, changed, quantised = write(base, out, trained, adapter, on_bytes)

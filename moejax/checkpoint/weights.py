@@ -48,6 +48,16 @@ def open_weights(path: str | pathlib.Path, *, packed: bool = False) -> Weights:
     return HfWeights(path, packed=packed) if is_hf_folder(path) else CheckpointWeights(path)
 
 
+def check_base_is_there(init_from: str) -> None:
+    """Raises CheckpointError where the base of a LoRA run lies no more; names what says where."""
+    if not pathlib.Path(init_from).expanduser().exists():
+        raise CheckpointError(
+            f"the base of this LoRA run is not there: {init_from} (its init_from) does not exist. "
+            "Say where it is: --config.init_from=DIR of train and eval, --init-from=DIR of "
+            "finetune, --base=DIR of generate and merge-lora."
+        )
+
+
 def refuse_adapters(where: Any, lora_rank: int) -> None:
     """Raises CheckpointError for a LoRA run where a whole model is needed."""
     if lora_rank:

@@ -44,7 +44,9 @@ def main(argv: Sequence[str]) -> int:
     settings = _settings(options)
     Sampling(**settings)  # before the weights are read
     enable_cache(cfg.compile_cache)
-    model = load(options.checkpoint, mesh=cfg.mesh, compute_dtype=options.dtype)
+    model = load(
+        options.checkpoint, mesh=cfg.mesh, compute_dtype=options.dtype, base=options.base or ""
+    )
     if model.tokenizer is None:
         raise ConfigError(f"{options.checkpoint} has no tokenizer: text needs one.")
     if options.prompts_file is None:
@@ -74,6 +76,9 @@ def _parser() -> Parser:
         examples=EXAMPLES,
     )
     parser.add_argument("--checkpoint", metavar="DIR", help="a workdir, a step, a model folder")
+    parser.add_argument(
+        "--base", metavar="DIR", help="of a LoRA run: its base (default: the run's init_from)"
+    )
     text = parser.add_argument_group("text")
     text.add_argument("--prompt", metavar="TEXT", help="what to continue; streamed as it comes")
     text.add_argument(

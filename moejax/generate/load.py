@@ -38,6 +38,7 @@ def load(
     dtype: Any = "float32",
     compute_dtype: Any = "float32",
     allow: Collection[str] = (),
+    base: str | os.PathLike[str] = "",
 ) -> LanguageModel:
     """A model with its weights and tokenizer.
 
@@ -50,6 +51,7 @@ def load(
       dtype: of the weights in memory; the few that must be float32 are.
       compute_dtype: of the layers.
       allow: names of tensors in a Hugging Face folder that may be there unused.
+      base: of a LoRA run: where its base lies, if no longer at the run's `init_from`.
     Raises:
       ConfigError: nothing there that can be read; the line says why.
     """
@@ -63,7 +65,7 @@ def load(
     else:
         directory, step = locate(path)
         where = directory / str(steps_in(directory)[-1] if step is None else step)
-        cfg = as_run_config(read_config(where))
+        cfg = as_run_config(read_config(where), {"init_from": os.fspath(base)} if base else None)
         parts, tokenizer = adapted_parts(cfg)[0], _tokenizer(cfg, directory.parent)
         params, balance = _restore(where, cfg, parts, mesh, dtype)
     return LanguageModel(

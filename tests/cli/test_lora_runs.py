@@ -81,6 +81,35 @@ def test_another_base_is_refused_by_name(moejax, adapted, run_dir, tmp_path):
     assert gone.code == 2 and gone.err.count("\n") == 1 and "gone" in gone.err
 
 
+def test_a_base_that_has_moved_is_told_with_the_option_that_mends_it(
+    moejax, adapted, base, tmp_path
+):
+    workdir, moved = copied(adapted, tmp_path / "work"), tmp_path / "moved"
+    commands = {
+        "--base": (
+            ("generate", f"--checkpoint={workdir}", "--prompt=a", "--max-new-tokens=1"),
+            ("merge-lora", f"--workdir={workdir}", f"--out={tmp_path / 'merged'}"),
+        ),
+        "--config.init_from": (
+            ("train", f"--config={workdir}", f"--workdir={workdir}",
+             "--config.train.num_steps=5", "--config.log.progress=False"),
+            ("eval", f"--workdir={workdir}"),
+        ),
+    }  # fmt: skip
+    base.rename(moved)
+    try:
+        for option, calls in commands.items():
+            for argv in calls:
+                refused = moejax(*argv)
+                assert refused.code == 2 and refused.err.count("\n") == 1, refused.err
+                assert f"the base of this LoRA run is not there: {base} " in refused.err
+                assert f"{option}=DIR" in refused.err
+        assert moejax(*commands["--base"][0], f"--base={moved}").code == 0
+        assert moejax("export-lora", workdir, f"--out={tmp_path / 'file'}").code == 0
+    finally:
+        moved.rename(base)
+
+
 def test_another_scale_is_refused(moejax, adapted, base, tmp_path):
     workdir = copied(adapted, tmp_path / "work")
     for changed in (
