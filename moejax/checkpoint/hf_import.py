@@ -66,6 +66,7 @@ def import_hf(
     experts: str = "unpacked",
     allow: Collection[str] = (),
     changes: Changes | None = None,
+    data: DataConfig | None = None,
     on_bytes: OnBytes | None = None,
 ) -> ImportReport:
     """Writes `out`, a workdir whose step 0 holds the weights of `src`.
@@ -82,6 +83,7 @@ def import_hf(
       allow: names, or beginnings of names, of tensors that no part of the model answers to; they
         are carried along.
       changes: tensors that are changed on the way; the result is rounded once.
+      data: what the config says of data, without the tokenizer; None: its defaults.
       on_bytes: called with bytes done, bytes in all and the name just read.
     Raises:
       CheckpointError: the first thing that is wrong with `src`, or `out` is in the way. Nothing
@@ -97,8 +99,9 @@ def import_hf(
     leaf_dtypes = _leaf_dtypes(source, dtype)
     with written_whole(out) as partial:
         write_side_files(source, partial / HF_FOLDER)
-        _write_step(source, partial, leaf_dtypes, changes or {}, on_bytes)
-        _write_config(source, partial, out)
+        config = RunConfig(model=source.cfg, data=data or DataConfig())
+        _write_step(source, partial, config, leaf_dtypes, changes or {}, on_bytes)
+        _write_config(source, partial, config, out)
     counts: dict[str, int] = {}
     for leaf, kind in leaf_dtypes.items():
         size = math.prod(source.map.leaves[leaf].shape)
@@ -124,6 +127,7 @@ def _leaf_dtypes(source: HfSource, dtype: str) -> dict[str, np.dtype]:
 def _write_step(
     source: HfSource,
     workdir: pathlib.Path,
+    config: RunConfig,
     leaf_dtypes: Mapping[str, np.dtype],
     changes: Changes,
     on_bytes: OnBytes | None,
@@ -137,7 +141,7 @@ def _write_step(
     item_of |= {leaf: "balance/" for leaf in named_leaves(parts.balance)}
     keys = source.folder.keys()
     carried = carried_plan(source)
-    config = RunConfig(model=source.cfg, data=DataConfig(tokenizer=HF_FOLDER))
+    config = config.replace(data=config.data.replace(tokenizer=HF_FOLDER))
     done, total = 0, source.folder.total_bytes
     with StreamedCheckpoint(
         workdir, abstract, config=as_dict(config), infos=parts.infos, carried=carried
@@ -171,10 +175,12 @@ def size_of(dtype: str, shape: tuple[int, ...]) -> int:
     return math.prod(shape) * safetensors_file.DTYPES[dtype].itemsize
 
 
-def _write_config(source: HfSource, partial: pathlib.Path, out: pathlib.Path) -> None:
+def _write_config(
+    source: HfSource, partial: pathlib.Path, config: RunConfig, out: pathlib.Path
+) -> None:
     """config.json, so that `--config=OUT` trains this model; the tokenizer is the folder's own."""
     tokenizer = str(out / HF_FOLDER) if source.folder.tokenizer_files() else "bpe"
-    config = RunConfig(model=source.cfg, data=DataConfig(tokenizer=tokenizer))
+    config = config.replace(data=config.data.replace(tokenizer=tokenizer))
     text = json.dumps(as_dict(config), indent=2) + "\n"
     (partial / "config.json").write_text(text, encoding="utf-8")
 

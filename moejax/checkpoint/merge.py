@@ -66,6 +66,9 @@ def merge_lora(
 ) -> MergeReport:
     """Writes `out`, a workdir whose step 0 holds the merged weights, as an import does.
 
+    Of a run its `data` goes along, so that both are evaluated on the same text in the same rows;
+    the tokenizer is the base's.
+
     Args:
       out: a folder that does not exist or is empty.
       run: a LoRA run's workdir, or one step of it.
@@ -87,7 +90,7 @@ def merge_lora(
             "(a checkpoint, or a Hugging Face folder)."
         )
     if trained and base == trained.cfg.init_from:
-        check_base_is_there(base)
+        check_base_is_there(trained.cfg.init_from)
     base, out = pathlib.Path(base).expanduser().absolute(), free_folder(out)
     write = _over_folder if is_hf_folder(base) else _over_checkpoint
     adapters, changed, quantised = write(base, out, trained, adapter, on_bytes)
@@ -106,8 +109,9 @@ def _over_folder(
     _check_base(trained, base, lambda leaf: _whole(source, leaf))
     changes = changes_of(adapters, source.map, trained)
     import_hf(
-        base, out, experts="packed" if packed else "unpacked", changes=changes, on_bytes=on_bytes
-    )
+        base, out, experts="packed" if packed else "unpacked", changes=changes, on_bytes=on_bytes,
+        data=trained.cfg.data if trained else None,
+    )  # fmt: skip
     folded = folded_names(adapters)
     return len(adapters.maps()), len(folded), sum(source.tensors[n].kind != "plain" for n in folded)
 
@@ -125,6 +129,9 @@ def _over_checkpoint(
     _check_base(trained, base, lambda leaf: reader.read(f"params/{leaf}"))
     if _is_packed(cfg) and _on_experts(adapters):
         cfg = with_plain_experts(cfg)
+    if trained:
+        own = {"tokenizer": cfg.data.tokenizer, "bpe_vocab_size": cfg.data.bpe_vocab_size}
+        cfg = cfg.replace(data=trained.cfg.data.replace(**own))
     key_map = KeyMap(model_parts(cfg.model), FAMILIES[model_type].spelling)
     changes = changes_of(adapters, key_map, trained)
     with written_whole(out) as partial:

@@ -60,7 +60,8 @@ def main(argv: Sequence[str]) -> int:
     else:
         print(
             f"step {facts['step']}, {options.split} split: loss {facts['loss']:.4f} a token, "
-            f"{facts['nats_per_byte']:.4f} nats a byte, over {facts['num_tokens']:,} tokens; "
+            f"{facts['nats_per_byte']:.4f} nats a byte, over {facts['num_tokens']:,} tokens in "
+            f"rows of {facts['seq_len']:,}; "
             f"perplexity {facts['perplexity']:.4f}, {facts['bits_per_byte']:.4f} bits a byte "
             f"({checkpoint})"
         )
@@ -71,7 +72,8 @@ def _parser() -> Parser:
     parser = Parser(
         "eval",
         what="Loss, perplexity and bits a byte of a model on text. A split is evaluated in packed "
-        "rows, as during training, with the config the checkpoint was made with (or --config). "
+        "rows of data.seq_len, as during training, with the config the checkpoint was made with "
+        "(or --config). "
         "--files, --alone, --per-document and model folders score every document by itself, "
         "all of it: its tokens and end of text, behind the tokenizer's begin token if there is one "
         "(else its first token has no loss and is charged the mean). Any mesh and batch size gives "
@@ -113,7 +115,8 @@ def _add_alone(parser: Parser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--window", type=positive, metavar="N",
-        help="tokens fed at once, at most (default: data.seq_len; 2048 for published weights)",
+        help="tokens fed at once, at most (default: data.seq_len of the run, or of the run that "
+        "was merged; 2048 for published weights, which have none)",
     )  # fmt: skip
     group.add_argument(
         "--stride", type=positive, metavar="N",
@@ -222,6 +225,7 @@ def evaluate(
         "perplexity": perplexity(result.loss),
         "bits_per_byte": result.nats_per_byte / math.log(2),
         "num_tokens": result.num_labels,
+        "seq_len": cfg.data.seq_len,
         "num_bytes": batches.num_bytes,
         "documents": len(corpus),
     }

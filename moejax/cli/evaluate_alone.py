@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moejax.cli.bars import CountBar
 from moejax.cli.flags import is_first_process
-from moejax.config import ConfigError, RunConfig
-from moejax.config.load import apply_overrides, load_config
+from moejax.config import ConfigError, DataConfig, RunConfig
+from moejax.config.load import apply_overrides, as_run_config, load_config
 
 if TYPE_CHECKING:
     from moejax.data import Corpus, Tokenizer
@@ -79,7 +79,8 @@ def run(options: argparse.Namespace, overrides: Mapping[str, Any], count: int) -
         line = _document_line(facts)
     if is_first_process():
         at = "" if subject.step is None else f"step {subject.step}, "
-        print(json.dumps(facts) if options.json else f"{at}{line} ({subject.where})")
+        line = f"{at}{line}, windows of {subject.window:,} tokens ({subject.where})"
+        print(json.dumps(facts) if options.json else line)
     return 0
 
 
@@ -138,10 +139,21 @@ def _open_checkpoint(
         program.parts, *arrays, program.mesh, tokenizer=tokenizer,
         compute_dtype=cfg.train.compute_dtype,
     )  # fmt: skip
-    # Imported weights were trained with another length than the one a new run would have.
-    imported = int(where.name) == 0 and not options.config and "data.seq_len" not in overrides
-    window = options.window or (_WINDOW if imported else cfg.data.seq_len)
+    given = options.config or "data.seq_len" in overrides
+    window = options.window or (cfg.data.seq_len if given else own_window(where))
     return Subject(model, cfg, tokenizer, where, int(where.name), window)
+
+
+def own_window(checkpoint: pathlib.Path) -> int:
+    """Tokens that a model is fed at once: the rows it was trained with, of a merged one the run's.
+
+    An import has none: its config says nothing of data but the tokenizer.
+    """
+    from moejax.checkpoint import read_config
+
+    data = as_run_config(read_config(checkpoint)).data
+    plain = DataConfig(tokenizer=data.tokenizer)
+    return _WINDOW if int(checkpoint.name) == 0 and data == plain else data.seq_len
 
 
 def _corpus(options: argparse.Namespace, cfg: RunConfig) -> Corpus:
@@ -188,6 +200,7 @@ def _answers(scorer: Any, subject: Subject, questions: list) -> dict[str, Any]:
         "questions": len(questions),
         "accuracy": found.accuracy,
         "accuracy_norm": found.accuracy_norm,
+        "window": subject.window,
     }
 
 

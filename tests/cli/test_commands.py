@@ -141,7 +141,8 @@ def test_eval_of_another_split_step_and_mesh(moejax, run_dir):
     )  # fmt: skip
     assert shown.code == 0 and not shown.err  # tiny's own mesh fits the eight devices here
     assert re.match(
-        r"step 2, train split: loss \d\.\d{4} a token, \d\.\d{4} nats a byte, over \d+ tokens",
+        r"step 2, train split: loss \d\.\d{4} a token, \d\.\d{4} nats a byte, over \d+ tokens "
+        r"in rows of 32;",
         shown.out,
     )
 

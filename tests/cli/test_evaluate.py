@@ -82,7 +82,7 @@ def test_a_split_is_packed_unless_asked_for_by_document(moejax, run_dir, cached)
     assert alone["num_tokens"] == alone["num_bytes"] > packed["num_tokens"]
     assert packed["bits_per_byte"] == pytest.approx(packed["nats_per_byte"] / math.log(2))
     assert packed["perplexity"] == pytest.approx(math.exp(packed["loss"]))
-    assert "window" not in packed and alone["split"] == "validation"
+    assert "window" not in packed and packed["seq_len"] == 32 and alone["split"] == "validation"
 
 
 def test_a_model_folder_and_its_import_are_the_same(moejax, folder, cached, tmp_path):
@@ -103,8 +103,8 @@ def test_answers_to_questions(moejax, run_dir, cached):
     asked = (f"--multiple-choice={CHOICES}", "--window=128", cached)
     shown = moejax("eval", f"--workdir={run_dir}", *asked)
     found = re.fullmatch(
-        r"step 2, 20 questions: accuracy (0\.\d{4}), (0\.\d{4}) with likelihoods divided by length "
-        r"\(.*/2\)\n",
+        r"step 2, 20 questions: accuracy (0\.\d{4}), (0\.\d{4}) with likelihoods divided by length"
+        r", windows of 128 tokens \(.*/2\)\n",
         shown.out,
     )
     assert shown.code == 0 and found is not None

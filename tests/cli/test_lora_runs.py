@@ -9,14 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moejax.checkpoint import read_config
 from moejax.checkpoint.reader import read_meta
+from moejax.cli.evaluate_alone import own_window
 from moejax.cli.main import main
+from moejax.config.load import as_run_config
 from tests.cli.conftest import flags
 from tests.e2e.small import assert_same_bits, copied, saved
 
 LORA = {
     "lora__rank": 2, "lora__targets": ("q_b_proj", "gate_proj", "o_proj"), "optim__qk_clip": 0.0,
-    "train__num_steps": 4, "checkpoint__every": 2,
+    "train__num_steps": 4, "checkpoint__every": 2, "data__seq_len": 16,
 }  # fmt: skip
 
 
@@ -136,6 +139,15 @@ def test_another_model_is_refused_by_field_whether_the_run_is_finished_or_not(
             assert "Fields that differ: " in refused.err and field in refused.err
     plain = moejax("train", "--config=tiny", f"--workdir={run_dir}", *dim)
     assert plain.code == 2 and "Fields that differ: model.dim=48 (was 32)" in plain.err
+
+
+def test_a_merged_run_is_evaluated_in_the_rows_of_the_run(moejax, adapted, base, tmp_path):
+    out = tmp_path / "merged"
+    assert moejax("merge-lora", f"--workdir={adapted}", f"--out={out}").code == 0
+    for workdir, step, window in ((base, 2, 32), (adapted, 4, 16), (out, 0, 16)):
+        assert own_window(workdir / "checkpoints" / str(step)) == window
+    data = [as_run_config(read_config(place)).data for place in (adapted, out)]
+    assert data[0] == data[1]
 
 
 def test_adapters_are_no_model_to_start_from_or_to_export(moejax, adapted, tmp_path):
