@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -147,16 +148,53 @@ def table(workdirs: Mapping[str, pathlib.Path]) -> str:
     return "\n".join(lines)
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m moejax.train.bench_balance",
+        usage="%(prog)s [options] [--config.FIELD=VALUE ...]",
+        description=textwrap.fill(
+            "Trains `tiny` once for every way to balance experts, from weights whose router "
+            "biases were skewed so that the load falls with the rank as Zipf's law has it. Prints "
+            "the busiest expert's load over the mean of its layer and the loss, step by step, and "
+            "draws both into OUT/balance.png. --config.FIELD=VALUE changes a field of all runs.",
+            79,
+        ),
+        epilog="example, after `moejax train --config=tiny --workdir=runs/tiny`:\n"
+        "  python -m moejax.train.bench_balance --steps=20 --balance quantile none",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--start", default="runs/tiny", metavar="DIR",
+        help="workdir of a run of `tiny` whose weights and tokenizer are taken "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", default="runs/balance", metavar="DIR",
+        help="folder for the runs and the picture (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--steps", type=int, default=50, metavar="N",
+        help="training steps of each run (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--scale", type=float, default=0.15, metavar="S",
+        help="how skewed: biases fall by S times the logarithm of the rank, in units of the "
+        "router's scores (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--balance", nargs="+", default=["quantile", "bias_step", "none"], metavar="NAME",
+        help="values of model.moe.balance, a run each (default: quantile bias_step none)",
+    )  # fmt: skip
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs every balancing from the skewed start; prints the table and writes the picture."""
-    parser = argparse.ArgumentParser(prog="python -m moejax.train.bench_balance",
-                                     description=(__doc__ or "").partition("\n")[0])  # fmt: skip
-    parser.add_argument("--out", default="runs/balance", help="folder of the runs and the picture")
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--start", default="runs/tiny", help="run of `tiny` to start from")
-    parser.add_argument("--scale", type=float, default=0.15, help="s of the biases")
-    parser.add_argument("--balance", nargs="+", default=["quantile", "bias_step", "none"])
+    parser = _parser()
     options, rest = parser.parse_known_args(argv)
+    odd = next((w for w in rest if not (w.startswith("--config.") and "=" in w)), None)
+    if odd:
+        parser.error(f"unknown option {odd!r}; fields are changed by --config.FIELD=VALUE")
     given = dict(word.removeprefix("--config.").split("=", 1) for word in rest)
     tokenizer = str(pathlib.Path(options.start) / "tokenizer.json")
     settings = {**SETTINGS, "train.num_steps": options.steps, "data.tokenizer": tokenizer, **given}

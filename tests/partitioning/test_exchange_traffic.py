@@ -8,6 +8,7 @@ import pytest
 from moejax.partitioning.expert_exchange.levels import LEVELS, even_copies
 from moejax.partitioning.expert_exchange.traffic import (
     Layout,
+    _parser,
     choices,
     count,
     groups_hit,
@@ -16,6 +17,14 @@ from moejax.partitioning.expert_exchange.traffic import (
 )
 
 SMALL = Layout(hosts=2, near=4, num_experts=32, top_k=6, width=64)
+
+
+def test_help_tells_every_option_with_its_default():
+    shown = " ".join(_parser(SMALL).format_help().split())
+    assert "Runs the ragged exchange" in shown and "example" in shown
+    for option, value in (("hosts", 2), ("devices-per-host", 4), ("experts", 32), ("top-k", 6)):
+        assert f" --{option} N" in shown and f"(default: {value})" in shown
+    assert shown.count("(default: ") == 6
 
 
 def test_equal_shares_are_the_hypergeometric_law():

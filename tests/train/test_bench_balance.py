@@ -55,6 +55,18 @@ def test_table_and_picture(workdirs, tmp_path):
     assert imread(bench.draw(workdirs, tmp_path / "x.png")).shape[:2] == (484, 1430)
 
 
+def test_help_tells_every_option_with_its_default(capsys):
+    with pytest.raises(SystemExit):
+        bench.main(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for option in ("start DIR", "out DIR", "steps N", "scale S", "balance NAME"):
+        assert f" --{option} " in shown
+    assert "example" in shown and shown.count("(default: ") == 5
+    with pytest.raises(SystemExit):
+        bench.main(["--stesp=3"])
+    assert "unknown option '--stesp=3'" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_quantile_balancing_evens_a_skewed_start(tmp_path):
     """Within 10 % of even after 50 steps, the loss falling; without it the skew stays."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -157,17 +158,37 @@ def table(layout: Layout, tokens: int, zipfs: tuple[float, ...]) -> str:
     return "\n".join(lines)
 
 
+def _parser(layout: Layout) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m moejax.partitioning.expert_exchange.traffic",
+        description=textwrap.fill(
+            "Runs the ragged exchange of every level (expert, device, host) on simulated CPU "
+            "devices, with experts chosen evenly and by Zipf's law, and prints a Markdown table: "
+            "rows and bytes that a token sends off its device and off its host, beside what "
+            "arithmetic says for the same routing. Nothing is timed. Takes about a minute.",
+            79,
+        ),
+        epilog="example, DeepSeek-V3's experts on 4 hosts of 8:\n"
+        "  python -m moejax.partitioning.expert_exchange.traffic --hosts=4 --experts=256 \\\n"
+        "      --top-k=8 --width=7168",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, value, what in (
+        ("hosts", layout.hosts, "hosts that the experts lie on"),
+        ("devices-per-host", layout.near, "devices of a host"),
+        ("experts", layout.num_experts, "routed experts, over all devices; a multiple of these"),
+        ("top-k", layout.top_k, "experts that a token is sent to"),
+        ("width", layout.width, "values of a row that is sent, in bfloat16: 2 bytes each"),
+        ("tokens", 256, "tokens on a device; more of them come closer to the theory"),
+    ):
+        help = f"{what} (default: {value})"
+        parser.add_argument(f"--{name}", type=int, default=value, metavar="N", help=help)
+    return parser
+
+
 def main() -> None:
     """Prints the table."""
-    layout = Layout()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--hosts", type=int, default=layout.hosts)
-    parser.add_argument("--devices-per-host", type=int, default=layout.near)
-    parser.add_argument("--experts", type=int, default=layout.num_experts)
-    parser.add_argument("--top-k", type=int, default=layout.top_k)
-    parser.add_argument("--width", type=int, default=layout.width)
-    parser.add_argument("--tokens", type=int, default=256, help="of a device")
-    args = parser.parse_args()
+    args = _parser(Layout()).parse_args()
     layout = Layout(args.hosts, args.devices_per_host, args.experts, args.top_k, args.width)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", layout.devices)
