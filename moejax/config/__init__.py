@@ -1,5 +1,6 @@
 """Typed, checked configuration (level 0)."""
 
+from moejax.config.data import DataConfig, EvalConfig, SourceConfig, SourceFields
 from moejax.config.fields import (
     ConfigError,
     Section,
@@ -11,6 +12,7 @@ from moejax.config.fields import (
     unknown_field_message,
 )
 from moejax.config.lora import LoraConfig
+from moejax.config.mesh import MESH_AXES, MeshConfig
 from moejax.config.model import (
     DsaConfig,
     FfnConfig,
@@ -19,22 +21,15 @@ from moejax.config.model import (
     ModelConfig,
     MoeConfig,
 )
-from moejax.config.run import (
-    MESH_AXES,
+from moejax.config.run import RunConfig, check_asked
+from moejax.config.training import (
     CheckpointConfig,
-    DataConfig,
-    EvalConfig,
     LogConfig,
-    MeshConfig,
     OptimConfig,
     PlacementConfig,
     ProfileConfig,
-    RunConfig,
     SamplesConfig,
-    SourceConfig,
-    SourceFields,
     TrainConfig,
-    check_asked,
 )
 
 __all__ = [

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_policies
 
 from moejax.config import ConfigError, FfnConfig, MeshConfig, MoeConfig, RunConfig
-from moejax.config.run import DcnConfig
+from moejax.config.mesh import DcnConfig
 from moejax.layers.moe.latent_moe import LatentMoe
 from moejax.partitioning.expert_exchange import (
     DISPATCHED,

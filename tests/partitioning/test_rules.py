@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from configs import kimi_k3
 from moejax.config import MESH_AXES, ConfigError, MeshConfig, ModelConfig, build_section
-from moejax.config.run import DcnConfig
+from moejax.config.mesh import DcnConfig
 from moejax.models.parts import flat_infos, model_parts
 from moejax.partitioning import (
     BATCH_AXES,

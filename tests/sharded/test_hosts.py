@@ -18,7 +18,7 @@ from moejax.config import (
     MoeConfig,
     RunConfig,
 )
-from moejax.config.run import DcnConfig
+from moejax.config.mesh import DcnConfig
 from moejax.partitioning import make_mesh
 from moejax.planner.aot import abstract_arguments
 from moejax.train import step

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moejax.config import MESH_AXES, ConfigError, MeshConfig
-from moejax.config.run import DcnConfig
+from moejax.config.mesh import DcnConfig
 from moejax.partitioning import describe_mesh, make_mesh, near_devices, num_batch_shards
 from moejax.partitioning import mesh as mesh_module
 from moejax.partitioning.mesh import place_of
