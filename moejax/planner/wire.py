@@ -79,11 +79,16 @@ def exchange_traffic(program: Program, near: Near, platform: str) -> list[Collec
     runs, forward = layers * cfg.train.accumulation, 2 if cfg.train.remat == "full" else 1
     width = (moe.latent_dim or cfg.model.dim) * jnp.dtype(cfg.train.compute_dtype).itemsize
     told = 0 if moe.exchange_level == "expert" else 8 * moe.top_k  # ids and weights go along
+    tokens = tokens_of_device(program)
+    slices = max(min(moe.exchange_slices, tokens), 1)
+    in_slice = here = -(-tokens // slices)
     found = []
     for hop in exchange_hops(cfg, ranks):
-        rows, row_bytes = hop.rows * tokens_of_device(program), (forward + 1) * (2 * width + told)
+        rows, row_bytes = hop.rows * tokens, (forward + 1) * (2 * width + told)
         if kind == "padded":
-            rows = _rows_of_buckets(cfg, hop, tokens_of_device(program))
+            even = in_slice * hop.rows / hop.ranks
+            here = hop.ranks * bucket_rows(here * hop.most, even, moe.buffer_factor)
+            rows = slices * here  # what a hop brings, filled or not, is what the next one sends on
             row_bytes += 4 * forward  # the expert's number, which has no gradient
         operand = runs * rows * row_bytes
         row = Collective(
@@ -99,15 +104,6 @@ def _on_its_link(row: Collective, hop: Hop, near: Near, ranks: int) -> Collectiv
         return with_links(row, near)
     far = row.sent_bytes if hop.between and near["expert"] < ranks else 0
     return dataclasses.replace(row, link_bytes=row.sent_bytes - far, network_bytes=far)
-
-
-def _rows_of_buckets(cfg: RunConfig, hop: Hop, tokens: int) -> int:
-    """Rows that a device's buckets have for all devices, in all slices, filled or not."""
-    slices = max(min(cfg.model.moe.exchange_slices, tokens), 1)
-    of_slice = -(-tokens // slices)
-    even = of_slice * hop.rows / hop.ranks
-    bucket = bucket_rows(of_slice * hop.most, even, cfg.model.moe.buffer_factor)
-    return slices * hop.ranks * bucket
 
 
 def weight_traffic(program: Program, near: Near) -> list[Collective]:
