@@ -93,28 +93,29 @@ def draw_full(axes: Axes, workdir: str | pathlib.Path, target: float) -> int | N
 
 
 def draw_adapted(
-    token_axes: Axes, byte_axes: Axes, workdir: str | pathlib.Path, base_loss: float | None
-) -> None:
+    token_axes: Axes, byte_axes: Axes, workdir: str | pathlib.Path,
+    before: tuple[float, float] | None,
+) -> None:  # fmt: skip
     """A LoRA run's losses, in nats per token and per byte: two units, two pictures."""
     rows, steps, values = held_out(workdir)
     draw_loss(token_axes, [{**row, "eval_nats_per_byte": None} for row in rows])
     token_axes.set_title("LoRA over trained weights", loc="left", fontsize=10, fontweight="bold")
-    if base_loss is not None:
-        label = f"base before, {base_loss:.3f}"
-        token_axes.axhline(base_loss, color=COLORS[5], linewidth=0.8, linestyle=":", label=label)
-    token_axes.legend(frameon=False, fontsize=8)
     prepare(byte_axes, "", "nats per byte")
     label = f"validation, last {values[-1]:.3f}"
     byte_axes.plot(steps, values, "o-", color=COLORS[1], markersize=4, linewidth=WIDTH, label=label)
     byte_axes.set_xlim(token_axes.get_xlim())
     byte_axes.set_xlabel("step", fontsize=9)
-    byte_axes.legend(frameon=False, fontsize=8)
+    for axes, loss in zip((token_axes, byte_axes), before or (), strict=False):
+        label = f"validation of the base, {loss:.3f}"
+        axes.axhline(loss, color=COLORS[5], linewidth=1, linestyle=":", label=label)
+    for axes in (token_axes, byte_axes):
+        axes.legend(frameon=False, fontsize=8)
 
 
 def plot_losses(
     start: Sequence[tuple[int, float]], vocabulary: int, std: float, full: str | pathlib.Path,
     lora: str | pathlib.Path, out_png: str | pathlib.Path, *, target: float = 1.7,
-    base_loss: float | None = None,
+    before: tuple[float, float] | None = None,
 ) -> pathlib.Path:  # fmt: skip
     """Three panels side by side.
 
@@ -125,7 +126,7 @@ def plot_losses(
       lora: workdir of one that trains adapters over trained weights.
       out_png: the picture.
       target: a held-out loss per byte to mark.
-      base_loss: validation loss of the LoRA run's base, in nats per token.
+      before: validation loss of the LoRA run's base, in nats per token and per byte.
     Returns:
       The path written.
     Raises:
@@ -135,5 +136,5 @@ def plot_losses(
     grid = figure.add_gridspec(2, 3)
     draw_start(figure.add_subplot(grid[:, 0]), start, vocabulary, std)
     draw_full(figure.add_subplot(grid[:, 1]), full, target)
-    draw_adapted(figure.add_subplot(grid[0, 2]), figure.add_subplot(grid[1, 2]), lora, base_loss)
+    draw_adapted(figure.add_subplot(grid[0, 2]), figure.add_subplot(grid[1, 2]), lora, before)
     return save_png(figure, out_png)

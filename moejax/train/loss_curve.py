@@ -72,14 +72,32 @@ def full_line(workdir: str, target: float) -> str:
     return f"full training: held-out {values[-1]:.3f} nats per byte at step {steps[-1]}, {where}"
 
 
-def lora_line(workdir: str) -> str:
-    """A LoRA run's validation loss, first and last."""
+def lora_line(workdir: str, before: tuple[float, float] | None) -> str:
+    """A LoRA run's validation loss, before (or first) and last."""
     _, steps, per_byte = held_out(workdir)
     _, per_token = series(read_metrics(workdir), "eval_loss")
+    when, first = f"at step {steps[0]}", (per_token[0], per_byte[0])
+    if before:
+        when, first = "of the base", before
     return (
-        f"LoRA: validation {per_token[0]:.3f} at step {steps[0]}, {per_token[-1]:.3f} nats per "
-        f"token at step {steps[-1]} ({per_byte[0]:.3f}, {per_byte[-1]:.3f} per byte)"
+        f"LoRA: validation {first[0]:.3f} nats per token {when}, {per_token[-1]:.3f} at step "
+        f"{steps[-1]}; {first[1]:.3f} and {per_byte[-1]:.3f} per byte"
     )
+
+
+def read_eval(path: pathlib.Path) -> tuple[float, float]:
+    """Nats per token and per byte out of what `moejax eval --json` printed.
+
+    Raises:
+      ConfigError: no such file, or another one.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return float(found["loss"]), float(found["nats_per_byte"])
+    except OSError as error:
+        raise ConfigError(f"--before={path}: {error.strerror}.") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"--before={path} is no output of `moejax eval --json`.") from error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,8 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                         help=f"measure these widths, again if need be ({WIDTHS})")  # fmt: skip
     parser.add_argument("--full", metavar="WORKDIR", help="a run that trains every weight")
     parser.add_argument("--lora", metavar="WORKDIR", help="a LoRA run over trained weights")
-    parser.add_argument("--base-loss", type=float, metavar="NATS",
-                        help="validation loss of the LoRA run's base, nats per token")  # fmt: skip
+    parser.add_argument("--before", type=pathlib.Path, metavar="FILE",
+                        help="`moejax eval --json` of its base, on the same text")  # fmt: skip
     parser.add_argument("--target", type=float, default=1.7, help="nats per byte to mark")
     parser.add_argument("--out", metavar="PNG", help="the picture; needs --full and --lora")
     options = parser.parse_args(argv)
@@ -101,7 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.out and not (options.full and options.lora):
             raise ConfigError("--out draws three panels: give --full=WORKDIR and --lora=WORKDIR.")
         lines = [full_line(options.full, options.target)] if options.full else []
-        lines += [lora_line(options.lora)] if options.lora else []
+        before = read_eval(options.before) if options.before else None
+        lines += [lora_line(options.lora, before)] if options.lora else []
         found = step0(options.step0, options.widths or WIDTHS, again=bool(options.widths))
         print("\n\n".join([table(found), *lines]))
         if options.out:
@@ -109,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             shape = found[0].vocabulary, found[0].std
             print(plot_losses(
                 points, *shape, options.full, options.lora, options.out,
-                target=options.target, base_loss=options.base_loss,
+                target=options.target, before=before,
             ))  # fmt: skip
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

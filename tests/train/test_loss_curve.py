@@ -54,18 +54,33 @@ def workdirs(tmp_path):
                 }
             log.write(step, row)
         log.close()
+    (tmp_path / "before.json").write_text('{"loss": 1.9, "nats_per_byte": 0.5}')
     return tmp_path
 
 
 def test_three_panels_and_their_figures(workdirs, capsys):
     out = workdirs / "out" / "losses.png"
     argv = ["--step0", workdirs / "step0.json", "--full", workdirs / "full"]
-    argv += ["--lora", workdirs / "lora", "--out", out, "--target", 2.0, "--base-loss", 1.9]
+    argv += [
+        "--lora",
+        workdirs / "lora",
+        "--out",
+        out,
+        "--target",
+        2.0,
+        "--before",
+        workdirs / "before.json",
+    ]
     assert main([*map(str, argv)]) == 0
     shown = capsys.readouterr().out
     assert "| 896 | 0.02 | 10,000,000 | 12.186 | 12.186 | 12.20 ± 0.04 |" in shown
     assert "held-out 1.246 nats per byte at step 50, at most 2 from step 30" in shown
-    assert "validation 1.658 at step 10, 0.673 nats per token at step 50 (0.414, 0.168" in shown
+    assert (
+        "LoRA: validation 1.900 nats per token of the base, 0.673 at step 50; 0.500 and 0.168"
+        in shown
+    )
+    assert main([*map(str, argv[:6])]) == 0
+    assert "validation 1.658 nats per token at step 10, 0.673 at" in capsys.readouterr().out
     assert imread(out).shape[:2] == (420, 1200) and out.stat().st_size < 150_000
 
 
@@ -82,6 +97,8 @@ def test_where_a_loss_is_passed(workdirs):
         ({"--lora": "empty"}, "have no held-out loss yet (eval_nats_per_byte)"),
         ({"--step0": "full/metrics.jsonl"}, "holds no figures of this script"),
         ({"--full": None, "--out": "x.png"}, "give --full=WORKDIR and --lora=WORKDIR"),
+        ({"--before": "step0.json"}, "is no output of `moejax eval --json`"),
+        ({"--before": "nowhere"}, "No such file"),
         ({"--widths": "100"}, "a multiple of 64"),
     ],
 )
