@@ -369,6 +369,9 @@ def get_config() -> ConfigDict:
     c.lora.alpha_pattern = ()
     # a target that matches maps of several kinds is an error, not a warning
     c.lora.strict = False
+    # large maps of the frozen model outside routed experts as numbers, or in 8 bits with a scale
+    # for each output [one of 'plain', 'int8', 'fp8']
+    c.lora.base_format = "plain"
 
     c.eval = ConfigDict()
     # steps between evaluations; 0 = only at the end [>= 0]

@@ -20,6 +20,7 @@ import numpy as np
 from moejax.checkpoint import layout, reader
 from moejax.checkpoint.layout import CheckpointError
 from moejax.checkpoint.manager import Checkpoints
+from moejax.checkpoint.quantised_weights import quantising
 from moejax.checkpoint.weights import check_base_is_there, open_weights
 from moejax.config import LoraConfig, RunConfig, build_section
 from moejax.layers.adapter import is_adapter
@@ -34,6 +35,8 @@ Leaves = Mapping[str, jax.ShapeDtypeStruct]
 def base_leaves(cfg: RunConfig, parts: ModelParts, wanted: Leaves) -> dict[str, jax.Array]:
     """Leaves of a run's base, by name, in the types and shardings of `wanted`.
 
+    A base is plain; what is wanted as codes is quantised as it is read.
+
     Args:
       cfg: its `init_from` names the base; where it is empty, the weights that `seed` gives.
       parts: of the run's model.
@@ -45,6 +48,7 @@ def base_leaves(cfg: RunConfig, parts: ModelParts, wanted: Leaves) -> dict[str, 
         return _drawn(cfg.seed, parts, wanted)
     check_base_is_there(cfg.init_from)
     weights = open_weights(cfg.init_from, packed=cfg.model.moe.expert_format == "mxfp4")
+    weights = quantising(weights, wanted)
     for name, leaf in wanted.items():
         if weights.shapes.get(name) != leaf.shape:
             there = weights.shapes.get(name, "nothing")
@@ -126,6 +130,8 @@ def check_base(where: Any, init_from: str, saved: Mapping[str, list], found: Map
 def check_scale(where: Any, saved: Mapping[str, Any], lora: LoraConfig) -> None:
     """Raises CheckpointError where a config gives adapters another scale than they learned with.
 
+    Or another form of the base below them.
+
     Args:
       where: the step, for the message.
       saved: the `lora` section that it was saved with.
@@ -139,6 +145,12 @@ def check_scale(where: Any, saved: Mapping[str, Any], lora: LoraConfig) -> None:
                 f"checkpoint {where} has adapters that learned with lora.{field}={old!r}, not "
                 f"{new!r}: another scale is another model. Leave it, or start another --workdir."
             )
+    if learned.base_format != lora.base_format:
+        raise CheckpointError(
+            f"checkpoint {where} has adapters that learned over lora.base_format="
+            f"{learned.base_format!r}, not {lora.base_format!r}: rounded otherwise it is another "
+            "base. Leave it, or start another --workdir."
+        )
 
 
 def read_model(

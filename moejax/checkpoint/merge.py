@@ -1,7 +1,8 @@
 """`moejax merge-lora`: adapters folded into their base, one stored matrix in memory at a time.
 
 ``W + scale B A`` in float32, rounded once to the base's type. What has no adapter stays as it is,
-bit for bit.
+bit for bit. Adapters that learned over a base in 8 bits (`lora.base_format`) are folded into the
+plain one that it was made from.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from moejax.checkpoint import layout
@@ -29,8 +29,10 @@ from moejax.checkpoint.peft_fold import Adapters, changes_of, folded_names
 from moejax.checkpoint.peft_names import PeftNames
 from moejax.checkpoint.peft_read import PeftFolder
 from moejax.checkpoint.peft_run import RunAdapters, model_type_of, names_of
+from moejax.checkpoint.quantised_weights import stored_as
 from moejax.checkpoint.weights import check_base_is_there, is_hf_folder, refuse_adapters
 from moejax.config import RunConfig, build_section
+from moejax.layers.quantised import is_scale
 from moejax.models.hf_config import FAMILIES
 from moejax.models.parts import model_parts
 
@@ -171,10 +173,10 @@ def _check_base(
     marks = {
         name: mark
         for name, mark in trained.position.get("base", {}).items()
-        if math.prod(mark[0]) <= _SMALL and mark[1] != "uint8"
+        if math.prod(mark[0]) <= _SMALL and mark[1] != "uint8" and not is_scale(name)
     }
     leaves = {
-        name: jnp.asarray(read(name.partition("/")[2])).astype(dtype)
+        name: stored_as(read(name.partition("/")[2]), dtype)
         for name, (_, dtype, _) in marks.items()
     }
     check_base(trained.step_dir, str(base), marks, fingerprint(leaves))

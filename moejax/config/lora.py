@@ -25,6 +25,7 @@ class LoraConfig(Section):
     rank_pattern: tuple = setting((), items=str)
     alpha_pattern: tuple = setting((), items=str)
     strict: bool = setting(False)
+    base_format: str = setting("plain", choices=("plain", "int8", "fp8"))
 
     def __post_init__(self) -> None:
         super().__post_init__()

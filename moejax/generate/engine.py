@@ -53,7 +53,7 @@ def without_limits(parts: ModelParts) -> ModelParts:
     """
     moe = parts.cfg.moe
     free = moe.replace(capacity_factor=0.0, exchange="auto")
-    kept = {name: parts.options[name] for name in ("spread", "adapters")}
+    kept = {name: parts.options[name] for name in ("spread", "adapters", "base_format")}
     tracked = {name: value for name, value in parts.options.items() if name not in kept}
     if free == moe and not any(tracked.values()):
         return parts

@@ -22,6 +22,7 @@ from moejax.config.load import as_run_config
 from moejax.data import ByteTokenizer, Tokenizer, load_tokenizer
 from moejax.generate.model import LanguageModel
 from moejax.layers.param import is_kept_float32
+from moejax.layers.quantised import is_coded
 from moejax.lora import adapted_parts
 from moejax.models.parts import ModelParts
 from moejax.optim import build_optimizer, ema_params, state_shardings
@@ -113,8 +114,8 @@ def _abstract(parts: ModelParts, mesh: Mesh, dtype: Any) -> tuple[PyTree, PyTree
 
 
 def _is_kept(name: str, leaf: jax.ShapeDtypeStruct) -> bool:
-    """Whether a leaf has its own type whatever the others have; packed ones are no numbers."""
-    return leaf.dtype == jnp.uint8 or is_kept_float32(name.replace("/", "."))
+    """Whether a leaf has its own type whatever the others have; codes are no numbers."""
+    return is_coded(name, leaf.dtype) or is_kept_float32(name.replace("/", "."))
 
 
 def _tokenizer(cfg: RunConfig, workdir: pathlib.Path) -> Tokenizer | None:

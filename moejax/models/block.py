@@ -24,6 +24,7 @@ from moejax.layers.mla import Mla
 from moejax.layers.moe.latent_moe import LatentMoe
 from moejax.layers.moe.placement import Spread
 from moejax.layers.norm import RmsNorm
+from moejax.layers.quantised import quantise
 from moejax.models.grouping import LayerKind
 
 
@@ -90,6 +91,7 @@ class DecoderLayer(nnx.Module):
         self, cfg: ModelConfig, kind: LayerKind, rngs: nnx.Rngs, *,
         track_max_logit: bool = False, watch: bool = False, spread: Spread | None = None,
         adapters: tuple[AdapterSpec, ...] = (), adapter_dropout: float = 0.0,
+        base_format: str = "plain",
     ):  # fmt: skip
         self.adapter_dropout = adapter_dropout
         self.cfg, self.kind, self.watch = cfg, kind, watch
@@ -109,6 +111,7 @@ class DecoderLayer(nnx.Module):
             self.ffn = Glu(cfg.dim, cfg.ffn.dim, cfg.ffn, std, rngs)
         else:
             self.ffn = LatentMoe(cfg.dim, cfg.moe, cfg.ffn, eps, std, rngs, spread=spread)
+        quantise(self, cfg.dim, base_format)
         attach(self, adapters, rngs)
 
     def __call__(

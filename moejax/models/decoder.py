@@ -18,6 +18,7 @@ from moejax.layers.embed import Embed
 from moejax.layers.moe.placement import Spread
 from moejax.layers.norm import RmsNorm
 from moejax.layers.param import use
+from moejax.layers.quantised import dequantised
 from moejax.memory.layer_loop import Loop, run_layers, scan_layers
 from moejax.models.block import DecoderLayer, Residual, num_sources, start_residual
 from moejax.models.cache import DecodeCache, spread
@@ -70,7 +71,7 @@ class Stack(nnx.Module):
         def layer(graph, residual, x, consts):
             state, index = x
             segment_ids_BT, dropout_key, pinned_XBTA = consts
-            module = nnx.merge(graph, state)
+            module = _layer(graph, state, residual)
             return module(residual, segment_ids_BT, index, dropout_key, pinned_XBTA)
 
         return run_layers(
@@ -113,7 +114,7 @@ class Stack(nnx.Module):
                 def layer(carry, xs, graph=graph, first=first, repeat=repeat):
                     (residual, cache), (state, count) = carry, xs
                     before = read_layer(cache, repeat, count)
-                    module = nnx.merge(graph, state)
+                    module = _layer(graph, state, residual)
                     residual, news = module.cached(residual, before, now, first + count)
                     return (residual, write_layer(cache, news, repeat, count, now.position)), None
 
@@ -133,6 +134,11 @@ class Stack(nnx.Module):
         """Graphs and stacked parameters of the runs."""
         split = [nnx.split(getattr(self, f"run{i}")) for i in range(len(self.segment.runs))]
         return [graph for graph, _ in split], [state for _, state in split]
+
+
+def _layer(graph: Any, state: Any, residual: Residual) -> DecoderLayer:
+    """One layer of a stack, its maps plain in the compute dtype whatever they are stored as."""
+    return dequantised(nnx.merge(graph, state), residual.sources_XBTD.dtype)
 
 
 def _stacked_layer(
@@ -157,14 +163,14 @@ class Decoder(nnx.Module):
     def __init__(
         self, cfg: ModelConfig, rngs: nnx.Rngs, *,
         track_max_logit: bool = False, watch: bool = False, spread: Spread | None = None,
-        adapters: AdapterPlan = (), adapter_dropout: float = 0.0,
+        adapters: AdapterPlan = (), adapter_dropout: float = 0.0, base_format: str = "plain",
     ):  # fmt: skip
         self.cfg = cfg
         self.embed = Embed(cfg.vocab_size, cfg.dim, cfg.init_std, rngs)
         segments = segments_of(layer_kinds(cfg))
         options: dict[str, Any] = {
             "track_max_logit": track_max_logit, "watch": watch, "spread": spread,
-            "adapter_dropout": adapter_dropout,
+            "adapter_dropout": adapter_dropout, "base_format": base_format,
         }  # fmt: skip
         self.num_stacks = len(segments)
         for i, segment in enumerate(segments):

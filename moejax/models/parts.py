@@ -12,6 +12,7 @@ from flax import nnx
 from moejax.config import ModelConfig
 from moejax.layers.moe.placement import Spread
 from moejax.layers.param import Balance, param_infos
+from moejax.layers.quantised import is_scale
 from moejax.models.decoder import AdapterPlan, Decoder, layer_kinds
 from moejax.models.grouping import Segment, segments_of
 from moejax.partitioning import ParamInfo
@@ -61,6 +62,7 @@ class ModelParts(NamedTuple):
 def model_parts(
     cfg: ModelConfig, *, track_max_logit: bool = False, watch: bool = False,
     spread: Spread | None = None, adapters: AdapterPlan = (), adapter_dropout: float = 0.0,
+    base_format: str = "plain",
 ) -> ModelParts:  # fmt: skip
     """The parts of a model, without allocating any of it (2.8 T parameters take seconds).
 
@@ -72,10 +74,11 @@ def model_parts(
         holds where (`ffn.places`).
       adapters: low-rank adapters of every run's layers (see `moejax.lora`).
       adapter_dropout: share of what they read that is dropped in training.
+      base_format: form of the large maps outside routed experts, see `moejax.layers.quantised`.
     """
     options: dict[str, Any] = {
         "track_max_logit": track_max_logit, "watch": watch, "spread": spread,
-        "adapters": adapters, "adapter_dropout": adapter_dropout,
+        "adapters": adapters, "adapter_dropout": adapter_dropout, "base_format": base_format,
     }  # fmt: skip
     abstract = nnx.eval_shape(lambda: Decoder(cfg, nnx.Rngs(params=0), **options))
     graph, *states = nnx.split(abstract, nnx.Param, Balance)
@@ -93,8 +96,10 @@ def flat_infos(infos: dict) -> list[ParamInfo]:
 
 
 def num_values(info: ParamInfo, leaf: Any) -> int:
-    """Numbers that a parameter stands for: of packed codes two a byte, of their scales none."""
+    """Numbers that a parameter stands for: of packed codes two a byte, of scales none."""
     size = math.prod(leaf.shape)
+    if is_scale(info.name):
+        return 0
     if leaf.dtype != jnp.uint8:
         return size
     return 0 if info.name.endswith("_scales") else 2 * size

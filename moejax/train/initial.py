@@ -12,11 +12,14 @@ import jax
 
 from moejax.checkpoint.base import base_leaves, check_base, fingerprint, shown
 from moejax.checkpoint.layout import named_leaves
+from moejax.checkpoint.quantised_weights import quantising
 from moejax.checkpoint.weights import Weights, open_weights, total_values
 from moejax.config import ConfigError, RunConfig
 from moejax.layers.adapter import is_adapter
+from moejax.layers.quantised import format_of, is_scale
 from moejax.lora import adapter_rows
 from moejax.models.hf_config_write import first_difference
+from moejax.models.parts import flat_infos, num_values
 from moejax.train.state import (
     Program,
     TrainState,
@@ -39,8 +42,9 @@ def start_from_weights(program: Program, say: Say) -> tuple[TrainState, Weights]
       ConfigError: a leaf on either side that has no partner and is not named.
     """
     cfg = program.cfg
-    weights = open_weights(cfg.init_from, packed=cfg.model.moe.expert_format == "mxfp4")
     wanted = _wanted(program)
+    weights = open_weights(cfg.init_from, packed=cfg.model.moe.expert_format == "mxfp4")
+    weights = quantising(weights, wanted)
     taken = {n: x for n, x in wanted.items() if weights.shapes.get(n) == x.shape}
     fresh = [name for name in wanted if name not in taken]
     left = [name for name in weights.shapes if name not in taken and name not in wanted]
@@ -88,10 +92,11 @@ def _tell(
     left: list[str],
 ) -> None:  # fmt: skip
     """One line a module that was taken, one a parameter that was not."""
-    values = total_values({name: weights.shapes[name] for name in taken})
-    say(f"starting from the weights of {cfg.init_from}: {values:,} values in {len(taken)} leaves")
+    maps = [name for name in taken if not is_scale(name)]
+    values = total_values({name: weights.shapes[name] for name in maps})
+    say(f"starting from the weights of {cfg.init_from}: {values:,} values in {len(maps)} leaves")
     modules: dict[str, list[str]] = {}
-    for name in taken:
+    for name in maps:
         module, _, leaf = shown(name).rpartition(".")
         modules.setdefault(module, []).append(leaf)
     for module, leaves in modules.items():
@@ -132,7 +137,12 @@ def tell_adapters(program: Program, say: Say) -> None:
             f"  {row.layers:>4} x {row.module} ({row.kind}): A {row.a}, B {row.b}, "
             f"{row.parameters:,} parameters"
         )
-    sizes = [sum(math.prod(x.shape) for x in jax.tree.leaves(tree)) for tree in (trained, frozen)]
+    halves = zip(split(program.parts.infos, program.trains), (trained, frozen), strict=True)
+    sizes = [sum(map(num_values, flat_infos(i), jax.tree.leaves(x))) for i, x in halves]
     say(f"  {sizes[0]:,} parameters trained, {sizes[1]:,} frozen")
+    coded = [x for x in jax.tree.leaves(frozen) if format_of(x.dtype)]
+    if coded:
+        count = sum(math.prod(x.shape) for x in coded)
+        say(f"  {count:,} of these in {program.cfg.lora.base_format}, a scale for each output")
     for warning in program.selection.warnings:
         say(f"warning: {warning}")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from moejax.config import ConfigError, TrainConfig
 from moejax.layers.adapter import is_adapter
 from moejax.layers.param import is_kept_float32
+from moejax.layers.quantised import is_coded
 from moejax.partitioning import ParamInfo
 
 
@@ -68,10 +69,10 @@ def merge(trained: dict, frozen: dict) -> dict:
 def stored_params(cfg: TrainConfig, params: dict, infos: dict, mask: dict) -> dict:
     """ShapeDtypeStructs of the parameters as they are kept: frozen ones in `train.frozen_dtype`.
 
-    Leaves that must not be rounded stay float32 all the same, and packed ones what they are.
+    Leaves that must not be rounded stay float32 all the same, and codes what they are.
 
     Raises:
-      ConfigError: a packed leaf would be trained.
+      ConfigError: a leaf of codes would be trained.
     """
 
     def stored(leaf: Any, info: Any, trained: bool) -> jax.ShapeDtypeStruct:
@@ -80,7 +81,12 @@ def stored_params(cfg: TrainConfig, params: dict, infos: dict, mask: dict) -> di
                 f"model.moe.expert_format='mxfp4' keeps {info.name} packed, which cannot be "
                 "trained. Train adapters (lora.rank), or use expert_format='plain'."
             )
-        if leaf.dtype == jnp.uint8:
+        if trained and is_coded(info.name, leaf.dtype):
+            raise ConfigError(
+                f"lora.base_format keeps {info.name} in 8 bits, which cannot be trained. Leave it "
+                "out of train.trainable, or use lora.base_format='plain'."
+            )
+        if is_coded(info.name, leaf.dtype):
             return leaf
         rounded = not trained and not is_kept_float32(info.name)
         dtype = jnp.dtype(cfg.frozen_dtype) if rounded else leaf.dtype
