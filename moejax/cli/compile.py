@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,8 @@ def main(argv: Sequence[str]) -> int:
     cfg = required_config(options, overrides)
     hardware = _hardware(options)
     # Only a compiler is needed: no accelerator is taken from whoever uses it.
+    # XLA's own log repeats what its error says, or warns of memory that the report tells about.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # read once, when JAX starts
     simulated = hardware.shape[0] if hardware.chip.platform == "cpu" else None
     start_devices(argparse.Namespace(platform="cpu", devices=simulated, multihost=False))
     from moejax.planner.aot import compile_for

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -227,3 +230,18 @@ def test_the_compilers_own_figure_is_read_where_it_refuses(words):
     memory = aot._memory(None, words, parse_hardware("v5p:2x2x1"))
     assert memory.peak == int(101.5 * 2**30) and not memory.fits
     assert not aot._memory(None, "RESOURCE_EXHAUSTED: no figure", parse_hardware("v5p:2x2x1")).fits
+
+
+def test_the_compilers_own_log_is_quiet_unless_asked_for(moejax, compiled, monkeypatch):
+    """The variable is read once, when JAX starts."""
+    name = "TF_CPP_MIN_LOG_LEVEL"
+    monkeypatch.setenv(name, "0")
+    assert moejax(*EIGHT).code == 0 and os.environ[name] == "0"
+    monkeypatch.delenv(name)
+    assert moejax(*EIGHT).code == 0 and os.environ[name] == "3"
+    script = (
+        "import os, sys; from moejax.cli import compile; import moejax.cli.flags as flags; "
+        "compile.start_devices = lambda _: sys.exit('jax' in sys.modules); "
+        "compile.main(['--config=tiny', '--hardware=cpu:8'])"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 0, "JAX came first"
