@@ -15,7 +15,6 @@ from moejax.observability.plots import (
     COLORS,
     WIDTH,
     Rows,
-    draw_loss,
     prepare,
     save_png,
     series,
@@ -96,20 +95,26 @@ def draw_adapted(
     token_axes: Axes, byte_axes: Axes, workdir: str | pathlib.Path,
     before: tuple[float, float] | None,
 ) -> None:  # fmt: skip
-    """A LoRA run's losses, in nats per token and per byte: two units, two pictures."""
-    rows, steps, values = held_out(workdir)
-    draw_loss(token_axes, [{**row, "eval_nats_per_byte": None} for row in rows])
-    token_axes.set_title("LoRA over trained weights", loc="left", fontsize=10, fontweight="bold")
+    """A LoRA run's losses, in nats per token and per byte: two units, two pictures.
+
+    Adapters begin as nothing, so its base's validation loss is that of step 0.
+    """
+    rows, steps, per_byte = held_out(workdir)
+    at, losses = series(rows, "loss")
+    prepare(token_axes, "LoRA over trained weights", "nats per token")
+    token_axes.plot(at, losses, color=COLORS[0], linewidth=0.6, alpha=0.35)
+    token_axes.plot(at, smooth(losses), color=COLORS[0], linewidth=WIDTH, label="training")
     prepare(byte_axes, "", "nats per byte")
-    label = f"validation, last {values[-1]:.3f}"
-    byte_axes.plot(steps, values, "o-", color=COLORS[1], markersize=4, linewidth=WIDTH, label=label)
-    byte_axes.set_xlim(token_axes.get_xlim())
     byte_axes.set_xlabel("step", fontsize=9)
-    for axes, loss in zip((token_axes, byte_axes), before or (), strict=False):
-        label = f"validation of the base, {loss:.3f}"
-        axes.axhline(loss, color=COLORS[5], linewidth=1, linestyle=":", label=label)
-    for axes in (token_axes, byte_axes):
-        axes.legend(frameon=False, fontsize=8)
+    steps = np.concatenate([[0] if before else [], steps])
+    for i, (axes, values) in enumerate(
+        ((token_axes, series(rows, "eval_loss")[1]), (byte_axes, per_byte))
+    ):
+        values = np.concatenate([before[i : i + 1] if before else [], values])
+        label = f"validation, {values[0]:.3f} to {values[-1]:.3f}"
+        axes.plot(steps, values, "o-", color=COLORS[1], markersize=4, linewidth=WIDTH, label=label)
+        axes.legend(frameon=False, fontsize=8, loc="upper right")
+    byte_axes.set_xlim(token_axes.get_xlim())
 
 
 def plot_losses(
