@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from moejax.checkpoint.base import check_scale
@@ -20,26 +21,23 @@ _SHAPING = (  # which leaves a checkpoint holds, and of what size
 _SHOWN = 6
 
 
-def lora_notices(program: Program, *, fresh: bool) -> list[str]:
+def tell_lora(program: Program, say: Callable[[str], Any], *, fresh: bool) -> None:
     """Lines on a LoRA run: a base that knows nothing, balancing that does nothing.
 
     Args:
       program: of the run.
-      fresh: it begins, so that its base can still be chosen.
+      say: is given every line.
+      fresh: the run begins, so that its base can still be chosen.
     """
-    cfg, lines = program.cfg, []
+    cfg, balance = program.cfg, program.cfg.model.moe.balance
+    if program.parts.moe_layers() and balance in ("quantile", "bias_step"):
+        say(f"  router biases stay those of the base: model.moe.balance={balance} has no effect")
     if fresh and not cfg.init_from:
-        lines.append(
+        say(
             f"warning: lora.rank={cfg.lora.rank} without init_from trains adapters over random "
             "weights, which stay random. Name a trained model: --config.init_from=DIR (a run, an "
             "import or a Hugging Face folder)."
         )
-    balance = cfg.model.moe.balance
-    if program.parts.moe_layers() and balance in ("quantile", "bias_step"):
-        lines.append(
-            f"  router biases stay those of the base: model.moe.balance={balance} has no effect"
-        )
-    return lines
 
 
 def check_same_model(program: Program, step_dir: pathlib.Path) -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import os
 import pathlib
-import platform
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +14,7 @@ import jax
 from moejax.checkpoint import Checkpoints
 from moejax.checkpoint.base import check_scale
 from moejax.checkpoint.weights import Weights
-from moejax.config import ConfigError, RunConfig, as_dict
+from moejax.config import ConfigError, RunConfig
 from moejax.config.load import RESOLVED_FILE
 from moejax.data import (
     Corpus,
@@ -49,7 +46,7 @@ from moejax.train.initial import (
 )
 from moejax.train.lock import sole_run
 from moejax.train.loop import Loop
-from moejax.train.notices import check_same_model, lora_notices, without_effect
+from moejax.train.notices import check_same_model, tell_lora, without_effect
 from moejax.train.placement import Placer, open_placer
 from moejax.train.report import last_metrics, summarize
 from moejax.train.samples import Samples
@@ -65,7 +62,7 @@ from moejax.train.state import (
     saved_part,
 )
 from moejax.train.trainable import merge
-from moejax.version import __version__
+from moejax.train.workdir import check_writable, leaving_no_tokenizer, write_facts
 
 
 class TrainResult(NamedTuple):
@@ -125,8 +122,7 @@ def run(
         self_check(cfg.with_hosts(), program.mesh, _say)
         if program.selection is not None:
             tell_adapters(program, _say)
-            for line in lora_notices(program, fresh=latest is None):
-                _say(line)
+            tell_lora(program, _say, fresh=latest is None)
         result, summary = _train(program, placer, workdir, corpora, checkpoints)
         if summary is not None:
             summary = dataclasses.replace(
@@ -151,14 +147,14 @@ def _train(
     cfg, mesh, say = program.cfg, program.mesh, _say
     latest = checkpoints.latest_step()
     saved_as, program = program, placer.program if placer else program
-    with _leaving_no_tokenizer(workdir):
+    with leaving_no_tokenizer(workdir):
         tokenizer = get_tokenizer(cfg.data, workdir)
         check_vocabulary(cfg, tokenizer)
-        shard = (jax.process_index(), jax.process_count())
-        texts = corpora["train"], corpora["validation"]
-        iterator = make_train_iterator(cfg.data, tokenizer, texts[0], seed=cfg.seed, shard=shard)
+        shard, texts = (jax.process_index(), jax.process_count()), corpora["train"]
+        iterator = make_train_iterator(cfg.data, tokenizer, texts, seed=cfg.seed, shard=shard)
         eval_rows = cfg.eval.batch_size or cfg.data.batch_size
-        batches = make_eval_batches(cfg.data, tokenizer, texts[1], eval_rows, shard=shard)
+        texts = corpora["validation"]
+        batches = make_eval_batches(cfg.data, tokenizer, texts, eval_rows, shard=shard)
         sets = {
             name: Evaluator(program, one)
             for name, one in make_eval_sets(cfg, tokenizer, shard=shard).items()
@@ -179,7 +175,7 @@ def _train(
         iterator.close()
         found = last_metrics(workdir, latest), checkpoints.path(latest), latest
         return TrainResult(*found, "data used up before"), None
-    _write_facts(cfg, workdir, tokenizer, corpora, mesh)
+    write_facts(cfg, workdir, tokenizer, corpora, mesh)
     if program.selection is not None and not jax.process_index():
         write_adapters(workdir, program.selection.targets, shared_a=cfg.lora.shared_a)
     keep_for_export(weights, workdir)
@@ -257,35 +253,6 @@ def _open_loads(program: Program, workdir: pathlib.Path, *, first_step: int) -> 
     )  # fmt: skip
 
 
-def check_writable(workdir: pathlib.Path) -> None:
-    """Raises ConfigError when nothing can be written below `workdir`; changes nothing."""
-    place = workdir
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if not place.is_dir():
-        raise ConfigError(
-            f"workdir {workdir} cannot be used: {place} is not a folder. Choose another --workdir."
-        )
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"workdir {workdir} is not writable: no permission in {place}. "
-            "Choose another --workdir."
-        )
-
-
-@contextlib.contextmanager
-def _leaving_no_tokenizer(workdir: pathlib.Path) -> Iterator[None]:
-    """Takes back the tokenizer that a failed preparation trained."""
-    tokenizer = workdir / "tokenizer.json"
-    had_tokenizer = tokenizer.exists()
-    try:
-        yield
-    except ConfigError:
-        if not had_tokenizer:
-            tokenizer.unlink(missing_ok=True)
-        raise
-
-
 def check_vocabulary(cfg: RunConfig, tokenizer: Tokenizer) -> None:
     """Raises ConfigError when the tokenizer has ids the embedding does not hold."""
     if tokenizer.vocab_size > cfg.model.vocab_size:
@@ -307,38 +274,6 @@ def _shape_of(program: Program) -> str:
     return f"{devices} devices ({shown})" if devices > 1 else shown
 
 
-def _write_facts(
-    cfg: RunConfig, workdir: pathlib.Path, tokenizer: Tokenizer, corpora: Mapping[str, Corpus], mesh
-) -> None:
-    """Writes config.json (as resolved) and run.json (what else decides the numbers).
-
-    Both stand beside the checkpoints.
-    """
-    if jax.process_index():
-        return
-    workdir.mkdir(parents=True, exist_ok=True)
-    facts = {
-        "moejax": __version__,
-        "jax": jax.__version__,
-        "python": platform.python_version(),
-        "devices": f"{mesh.devices.size} x {mesh.devices.flat[0].device_kind}",
-        "mesh": dict(mesh.shape),
-        "tokenizer": {
-            "name": tokenizer.name,
-            "sha256": tokenizer.sha256,
-            "vocab_size": tokenizer.vocab_size,
-        },
-        "corpus": {
-            split: {"sha256": c.sha256, "documents": len(c), "bytes": c.num_bytes}
-            for split, c in corpora.items()
-        },
-    }
-    for file, content in ((RESOLVED_FILE, as_dict(cfg)), ("run.json", facts)):
-        scratch = workdir / (file + ".tmp")
-        scratch.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        os.replace(scratch, workdir / file)
-
-
 def _already_over(
     cfg: RunConfig, workdir: pathlib.Path, checkpoints: Checkpoints, latest: int
 ) -> TrainResult | None:
@@ -357,10 +292,9 @@ def _already_over(
         )
         return TrainResult(*found, "train.stop_at reached before")
     _say(
-        f"{workdir} is finished: step {latest} of train.num_steps={num_steps}, "
-        f"in {where}. "
-        f"To train on: --config.train.num_steps={2 * max(latest, num_steps)}; "
-        "to start over: another --workdir."
+        f"{workdir} is finished: step {latest} of train.num_steps={num_steps}, in {where}. To "
+        f"train on: --config.train.num_steps={2 * max(latest, num_steps)}; to start over: another "
+        "--workdir."
     )
     if line := without_effect(cfg, where):
         _say(line)
