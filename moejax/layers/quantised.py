@@ -8,7 +8,7 @@ inside rematerialisation, so that one layer's exist at a time; the layer itself 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ from jax import lax
 
 from moejax.layers.param import wide
 from moejax.partitioning import constrain
+
+Layer = TypeVar("Layer", bound=nnx.Module)
 
 # Of every format: type of the codes, the largest of them, bits that its scales have not.
 _FORMATS = {"int8": (jnp.int8, 127.0, 16), "fp8": (jnp.float8_e4m3fn, 448.0, 23)}
@@ -131,16 +133,33 @@ def quantise(layer: nnx.Module, dim: int, form: str) -> None:
         setattr(owner, scale_name(leaf), scales)
 
 
-def dequantised(layer: nnx.Module, dtype: Any) -> nnx.Module:
+def as_bytes(tree: Any) -> Any:
+    """The tree with float8 arrays as bytes: for a loop, which XLA may run on wider copies of them.
+
+    Compilers without float8 arithmetic turn whole stacks into float16; bytes they leave alone.
+    """
+    fp8 = _FORMATS["fp8"][0]
+    return jax.tree.map(
+        lambda a: lax.bitcast_convert_type(a, jnp.uint8) if a.dtype == fp8 else a, tree
+    )
+
+
+def dequantised(layer: Layer, dtype: Any) -> Layer:
     """The layer with plain maps in the place of codes, ``codes * scale`` in the compute dtype.
 
     Codes are gathered, not values: a byte for each on the wire. The layer is changed.
+
+    Args:
+      layer: out of a tree that went through :func:`as_bytes`.
+      dtype: that of the layer's inputs.
     """
     for owner, leaf, param in list(_params(layer)):
         scale = getattr(owner, scale_name(leaf), None)
         if scale is None:
             continue
         codes, scales = (constrain(p[...], p.get_metadata()["axes"]) for p in (param, scale))
+        if codes.dtype == jnp.uint8:
+            codes = lax.bitcast_convert_type(codes, _FORMATS["fp8"][0])
         setattr(owner, leaf, _like(param, decode(codes, scales, dtype)))
         delattr(owner, scale_name(leaf))
     return layer

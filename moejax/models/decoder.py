@@ -18,7 +18,7 @@ from moejax.layers.embed import Embed
 from moejax.layers.moe.placement import Spread
 from moejax.layers.norm import RmsNorm
 from moejax.layers.param import use
-from moejax.layers.quantised import dequantised
+from moejax.layers.quantised import as_bytes, dequantised
 from moejax.memory.layer_loop import Loop, run_layers, scan_layers
 from moejax.models.block import DecoderLayer, Residual, num_sources, start_residual
 from moejax.models.cache import DecodeCache, spread
@@ -133,7 +133,7 @@ class Stack(nnx.Module):
     def _split(self) -> tuple[list, list]:
         """Graphs and stacked parameters of the runs."""
         split = [nnx.split(getattr(self, f"run{i}")) for i in range(len(self.segment.runs))]
-        return [graph for graph, _ in split], [state for _, state in split]
+        return [graph for graph, _ in split], [as_bytes(state) for _, state in split]
 
 
 def _layer(graph: Any, state: Any, residual: Residual) -> DecoderLayer:

@@ -232,7 +232,7 @@ def train_step(program: Program, state: TrainState, batch: Batch) -> tuple[Train
         params, opt_state, _next_balance(program, state.balance, measured["aux"]), state.step + 1
     )
     ok = jnp.isfinite(measured["loss"]) & jnp.isfinite(norm)
-    new = jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, state)
+    new = jax.tree.map(lambda a, b: a if a is b else jnp.where(ok, a, b), new, state)
     return new, _metrics(program, state, batch, measured, norm, ok)
 
 
