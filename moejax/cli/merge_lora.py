@@ -25,7 +25,8 @@ def main(argv: Sequence[str]) -> int:
         what="Adds adapters to the weights that they were trained on, in float32 and rounded once, "
         "and writes a checkpoint as import-hf does. One matrix (of one expert) is in memory at a "
         "time; what has no adapter stays as it is, bit for bit. Adapters of a run with "
-        "lora.base_format=int8 or fp8 are added to the plain weights of its init_from.",
+        "lora.base_format=int8 or fp8 are added to the plain weights of its init_from. "
+        "Of a run the data settings go along: `moejax eval` scores both alike.",
         examples=EXAMPLES,
         config=False,
     )

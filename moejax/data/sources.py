@@ -56,7 +56,8 @@ def load_corpus(cfg: SourceFields, split: Split) -> Corpus:
     if not len(corpus):
         raise ConfigError(
             f"data source {corpus.name} holds no text for the {split} split. Give more documents "
-            f"(two at least), or change data.validation_percent={cfg.validation_percent:g}."
+            "(two at least), name held-out ones (data.validation_paths), or change "
+            f"data.validation_percent={cfg.validation_percent:g}."
         )
     return corpus
 
