@@ -29,6 +29,8 @@ LORA = SMALL | {
         pytest.param({"train.remat": "full"}, marks=pytest.mark.slow),
         pytest.param({"train.remat": "exchange"}, marks=pytest.mark.slow),
         pytest.param({"model.moe.exchange_level": "device"}, marks=pytest.mark.slow),
+        pytest.param({"model.moe.expert_format": "mxfp4"}, marks=pytest.mark.slow),
+        pytest.param({"lora.base_format": "int8"}, marks=pytest.mark.slow),
         pytest.param(
             {"model.moe.exchange_level": "host", "model.moe.exchange_hosts": 2},
             marks=pytest.mark.slow,
