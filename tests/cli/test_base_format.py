@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from moejax.checkpoint.leaf_reader import LeafReader
 from moejax.checkpoint.reader import read_meta
@@ -16,12 +19,29 @@ from tests.cli.conftest import flags
 from tests.cli.test_lora_runs import LORA
 from tests.e2e.small import assert_same_bits, copied, saved
 
-CODED = LORA | {"lora__base_format": "int8"}
+CODED = LORA | {"lora__base_format": "fp8"}
 
 
 def adapt(moejax, workdir: Path, base: Path, **changes):
     fields = CODED | {"init_from": str(base)} | changes
     return moejax("train", "--config=tiny", f"--workdir={workdir}", *flags(**fields))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory) -> Iterator[None]:
+    """Programs of this file's runs are kept for the next."""
+    changes = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in changes}
+    compilation_cache.reset_cache()
+    for name, value in changes.items():
+        jax.config.update(name, value)
+    yield
+    compilation_cache.reset_cache()
+    for name, value in before.items():
+        jax.config.update(name, value)
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +58,12 @@ def test_going_on_repeats_the_unbroken_run_bit_for_bit(moejax, adapted, run_dir,
     shutil.rmtree(broken / "checkpoints" / "4")
     done = adapt(moejax, broken, run_dir)
     assert done.code == 0, done.err
-    assert "resuming from" in done.out and "of these in int8, a scale for each output" in done.out
+    assert "resuming from" in done.out and "of these in fp8, a scale for each output" in done.out
     assert_same_bits(saved(broken, 4), saved(adapted, 4))
     meta = read_meta(broken / "checkpoints" / "4")
     assert not any("_scale" in name for name in meta["leaves"])
     marks = meta["position"]["base"]
-    assert marks["params/stack0/run0/attn/q_a"][1] == "int8"
+    assert marks["params/stack0/run0/attn/q_a"][1] == "float8_e4m3fn"
     assert marks["params/stack0/run0/attn/q_a_scale"][1] == "float32"
 
 
@@ -64,8 +84,8 @@ def test_it_is_merged_into_the_plain_base_which_then_is_another(moejax, adapted,
         (moejax("train", *name, *flags(**fields, init_from=str(out))), "over another base: "),
         (moejax("merge-lora", f"--workdir={adapted}", f"--base={out}", f"--out={out}2"),
          "over another base: "),
-        (moejax("train", *name, *flags(**fields | {"lora__base_format": "fp8"})),
-         "learned over lora.base_format='int8'"),
+        (moejax("train", *name, *flags(**fields | {"lora__base_format": "int8"})),
+         "learned over lora.base_format='fp8'"),
     ):  # fmt: skip
         assert refused.code == 2 and refused.err.count("\n") == 1 and words in refused.err
 
@@ -92,7 +112,7 @@ def test_it_is_evaluated_and_loaded(moejax, adapted):
     assert loss == pytest.approx(final["eval_loss"], rel=1e-5)
     logits = package.load(adapted, dtype="bfloat16").logits([[1, 2, 3]])
     assert np.isfinite(logits).all()
-    text = moejax("generate", f"--checkpoint={adapted}", "--prompt=The", "--max-tokens=4")
+    text = moejax("generate", f"--checkpoint={adapted}", "--prompt=The", "--max-new-tokens=4")
     assert text.code == 0, text.err
 
 
