@@ -12,9 +12,13 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from moejax.checkpoint.base import check_base, check_scale, fingerprint
+from moejax.checkpoint.layout import CheckpointError
 from moejax.checkpoint.leaf_reader import LeafReader
+from moejax.checkpoint.quantised_weights import stored_as
 from moejax.checkpoint.reader import read_meta
 from moejax.cli.main import main
+from moejax.config import LoraConfig
 from tests.cli.conftest import flags
 from tests.cli.test_lora_runs import LORA
 from tests.e2e.small import assert_same_bits, copied, saved
@@ -67,6 +71,7 @@ def test_going_on_repeats_the_unbroken_run_bit_for_bit(moejax, adapted, run_dir,
     assert marks["params/stack0/run0/attn/q_a_scale"][1] == "float32"
 
 
+@pytest.mark.slow
 def test_it_is_merged_into_the_plain_base_which_then_is_another(moejax, adapted, run_dir, tmp_path):
     out = tmp_path / "merged"
     merged = moejax("merge-lora", f"--workdir={adapted}", f"--out={out}")
@@ -78,16 +83,42 @@ def test_it_is_merged_into_the_plain_base_which_then_is_another(moejax, adapted,
         values = [one.read(f"params/stack0/run0/{leaf}") for one in (before, after)]
         assert np.array_equal(*values) != changes
         assert np.abs(values[0] - values[1]).max() < 0.1
-    name = ("--config=tiny", f"--workdir={copied(adapted, tmp_path / 'work')}")
-    fields = CODED | {"train__num_steps": 6}
-    for refused, words in (
-        (moejax("train", *name, *flags(**fields, init_from=str(out))), "over another base: "),
-        (moejax("merge-lora", f"--workdir={adapted}", f"--base={out}", f"--out={out}2"),
-         "over another base: "),
-        (moejax("train", *name, *flags(**fields | {"lora__base_format": "int8"})),
-         "learned over lora.base_format='fp8'"),
-    ):  # fmt: skip
-        assert refused.code == 2 and refused.err.count("\n") == 1 and words in refused.err
+    workdir = copied(adapted, tmp_path / "work")
+    refused = adapt(moejax, workdir, out, train__num_steps=6)
+    assert refused.code == 2 and refused.err.count("\n") == 1
+    assert "was trained over another base" in refused.err and " has other values." in refused.err
+
+
+@pytest.mark.slow
+def test_a_merge_over_another_base_is_refused(moejax, adapted, tmp_path):
+    """Told by its codes, which the merge makes anew."""
+    other = tmp_path / "other"
+    assert moejax("train", "--config=tiny", f"--workdir={other}", *flags(seed=5)).code == 0
+    where = (f"--workdir={adapted}", f"--base={other}", f"--out={tmp_path / 'out'}")
+    refused = moejax("merge-lora", *where)
+    assert refused.code == 2 and refused.err.count("\n") == 1
+    assert "was trained over another base" in refused.err
+
+
+def test_another_form_of_the_base_is_refused():
+    saved_with = {"rank": 2, "base_format": "fp8"}
+    check_scale("step", saved_with, LoraConfig(rank=2, base_format="fp8"))
+    for form in ("plain", "int8"):
+        with pytest.raises(CheckpointError, match=r"learned over lora\.base_format='fp8', not"):
+            check_scale("step", saved_with, LoraConfig(rank=2, base_format=form))
+    with pytest.raises(CheckpointError, match="'plain', not 'fp8'"):
+        check_scale("step", {"rank": 2}, LoraConfig(rank=2, base_format="fp8"))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_other_codes_are_another_base(dtype):
+    values = np.arange(96, dtype=np.float32).reshape(1, 1, 8, 12)
+    codes, others = (stored_as(x, dtype) for x in (values, values.T.reshape(values.shape)))
+    assert str(codes.dtype) == dtype
+    marks = fingerprint({"params/q": codes})
+    check_base("step", "base", marks, fingerprint({"params/q": stored_as(values, dtype)}, marks))
+    with pytest.raises(CheckpointError, match="another base: q has other values"):
+        check_base("step", "base", marks, fingerprint({"params/q": others}, marks))
 
 
 def test_it_does_not_go_with_training_its_maps(moejax, run_dir, tmp_path):
