@@ -53,17 +53,59 @@ def run_layers(
     return _rebuilding(bodies, loop, policy, keep, rebuild)(carry, list(xs), consts)
 
 
-def walk(steps, carry, xs, loop: Loop, *, reverse: bool = False) -> tuple[Any, list[Any]]:
-    """`steps[i](carry, x) -> (carry, y)` for every layer of every repeat; ys as xs."""
-    order = range(len(steps))
+def walk(
+    steps, carry, xs, loop: Loop, *, reverse: bool = False, whole: Any = None
+) -> tuple[Any, list[Any]]:
+    """`steps[i](carry, x) -> (carry, y)` for every layer of every repeat; ys as xs.
 
-    def group(carry, xs):
+    Args:
+      whole: of every run, which leaves of its x no loop cuts: a layer takes its part out of all
+        layers' at once. Two loops, one in the other, hold a repeat's part of a leaf and a layer's
+        part of that. Not to be differentiated: a gradient would be as large as the leaf.
+    """
+    order = range(len(steps))
+    taken = [_Taken(x, whole[i] if whole else [False] * len(jax.tree.leaves(x)))
+             for i, x in enumerate(xs)]  # fmt: skip
+
+    def group(carry, inputs):
+        repeat, cut = inputs
         ys: list[Any] = [None] * len(steps)
         for i in reversed(order) if reverse else order:
-            carry, ys[i] = scan_layers(steps[i], carry, xs[i], loop.counts[i], reverse=reverse)
+
+            def layer(carry, inputs, i=i):
+                return steps[i](carry, taken[i].layer(repeat, *inputs))
+
+            inputs = np.arange(loop.counts[i], dtype=np.int32), cut[i]
+            carry, ys[i] = scan_layers(layer, carry, inputs, loop.counts[i], reverse=reverse)
         return carry, ys
 
-    return scan_layers(group, carry, list(xs), loop.repeats, reverse=reverse)
+    repeats = np.arange(loop.repeats, dtype=np.int32)
+    inputs = repeats, [one.cut for one in taken]
+    return scan_layers(group, carry, inputs, loop.repeats, reverse=reverse)
+
+
+class _Taken:
+    """What layers get, [repeats, count, ...]: leaves that loops cut, and leaves that stay whole."""
+
+    def __init__(self, x: Any, whole: Sequence[bool]):
+        leaves, self.tree = jax.tree.flatten(x)
+        self.cut = [None if hit else leaf for leaf, hit in zip(leaves, whole, strict=True)]
+        self.whole = [leaf if hit else None for leaf, hit in zip(leaves, whole, strict=True)]
+
+    def layer(self, repeat: Any, count: Any, cut: list) -> Any:
+        """What layer `count` of a repeat gets; `cut` are its parts of the leaves that loops cut."""
+        leaves = [
+            part if leaf is None else _layer_of(leaf, repeat, count)
+            for part, leaf in zip(cut, self.whole, strict=True)
+        ]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+def _layer_of(leaf: jax.Array, repeat: Any, count: Any) -> jax.Array:
+    """[repeats, count, ...] -> [...]."""
+    rest = leaf.shape[2:]
+    start = (repeat, count, *(0 for _ in rest))
+    return jax.lax.dynamic_slice(leaf, start, (1, 1, *rest)).reshape(rest)
 
 
 def scan_layers(step, carry, xs, length: int, *, reverse: bool = False):
@@ -108,9 +150,12 @@ def _rebuilding(bodies, loop: Loop, policy: str, keep, rebuild):
             jax.tree.map(lambda p: p.value, tree) for tree in (carry, xs, consts)
         )
         wanted = [[p.perturbed and _is_float(p.value) for p in jax.tree.leaves(x)] for x in xs]
+        whole = [_frozen(x, hits) for x, hits in zip(xs_values, wanted, strict=True)]
+        alone = loop.repeats == 1
 
         def step(i, carry, x):
-            out, aux, pull = _vjp(bodies[i], policy, wanted[i], carry, x, consts)
+            once = alone and loop.counts[i] == 1
+            out, aux, pull = _vjp(bodies[i], policy, once, wanted[i], carry, x, consts)
             leaves, tree = jax.tree.flatten(pull)
             inputs = {id(leaf): n for n, leaf in enumerate(jax.tree.leaves((carry, x, consts)))}
             places = [inputs.get(id(leaf)) for leaf in leaves]
@@ -124,7 +169,7 @@ def _rebuilding(bodies, loop: Loop, policy: str, keep, rebuild):
             return out, (aux, keep(carry), saved)
 
         steps = [lambda carry, x, i=i: step(i, carry, x) for i in range(len(bodies))]
-        out, ys = walk(steps, carry, xs_values, loop)
+        out, ys = walk(steps, carry, xs_values, loop, whole=whole)
         residuals = (out, [y[1:] for y in ys], xs_values, consts)
         return (out, [y[0] for y in ys]), residuals
 
@@ -133,16 +178,19 @@ def _rebuilding(bodies, loop: Loop, policy: str, keep, rebuild):
         d_out, d_aux = jax.tree.map(_materialise, cotangents, is_leaf=_is_symbolic)
 
         def step(i, d_carry, inputs):
-            x, (small, saved), d_aux = inputs
+            x, small, saved, d_aux = inputs
             carry = rebuild(final, small)
             pull = _put_together(pulls[i], (carry, x, consts), saved)
             return pull((d_carry, d_aux))
 
         steps = [lambda d, inputs, i=i: step(i, d, inputs) for i in range(len(bodies))]
         d_aux = [_floats(d) for d in d_aux]
-        d_carry, d_xs = walk(
-            steps, _floats(d_out), list(zip(xs, kept, d_aux, strict=True)), loop, reverse=True
-        )
+        inputs = [(x, *kept, d) for x, kept, d in zip(xs, kept, d_aux, strict=True)]
+        whole = [
+            _frozen(x, pulls[i].wanted) + [False] * len(jax.tree.leaves(rest))
+            for i, (x, *rest) in enumerate(inputs)
+        ]
+        d_carry, d_xs = walk(steps, _floats(d_out), inputs, loop, reverse=True, whole=whole)
         d_xs = [_scatter(d, pulls[i].wanted, xs[i]) for i, d in enumerate(d_xs)]
         d_carry = _scatter(d_carry, [_is_float(a) for a in jax.tree.leaves(final)], final)
         return d_carry, d_xs, jax.tree.map(lambda _: None, consts)
@@ -152,11 +200,16 @@ def _rebuilding(bodies, loop: Loop, policy: str, keep, rebuild):
     return run
 
 
-def _vjp(body: Body, policy: str, wanted: list[bool], carry, x, consts):
+def _frozen(x: Any, wanted: Sequence[bool]) -> list[bool]:
+    """Which leaves of a run's x are frozen parameters: they have dims of a layer, no gradient."""
+    return [leaf.ndim > 2 and not hit for leaf, hit in zip(jax.tree.leaves(x), wanted, strict=True)]
+
+
+def _vjp(body: Body, policy: str, once: bool, wanted: list[bool], carry, x, consts):
     """One layer: its carry, auxiliary values and ``(d_carry, d_aux) -> (d_carry, d_x)``.
 
-    Gradients are lists of leaves: of the carry's and the auxiliary values' floats, and of what is
-    `wanted` of x.
+    A layer that runs `once`, in no loop, is kept apart from its own recomputation. Gradients are
+    lists of leaves: of the carry's and the auxiliary values' floats, and of what is `wanted` of x.
     """
     trees: list[Any] = []
 
@@ -168,7 +221,7 @@ def _vjp(body: Body, policy: str, wanted: list[bool], carry, x, consts):
 
     x_wanted = [a for a, is_wanted in zip(jax.tree.leaves(x), wanted, strict=True) if is_wanted]
     (out, aux), pull, others = jax.vjp(
-        remat(floats, policy), _floats(carry), x_wanted, has_aux=True
+        remat(floats, policy, apart=once), _floats(carry), x_wanted, has_aux=True
     )
     return _join(out, others[0], trees[0]), _join(aux, others[1], trees[1]), pull
 

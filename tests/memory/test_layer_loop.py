@@ -153,3 +153,27 @@ def test_under_a_scan_of_microbatches():
         return jax.jit(lambda: jax.lax.scan(one, jax.tree.map(jnp.zeros_like, xs), shifts)[0])()
 
     jax.tree.map(_close, total("none"), total("full"))
+
+
+def _gradient(loop, wrt):
+    """The jaxpr of a gradient with respect to some of the leaves, as text."""
+    xs, carry, shift = inputs(loop), start(), jnp.arange(3.0)
+
+    def loss(part):
+        merged = [x | p for x, p in zip(xs, part, strict=True)]
+        return objective(merged, carry, shift, loop=loop, policy="full")[0]
+
+    return str(jax.make_jaxpr(jax.grad(loss))([{wrt: x[wrt]} for x in xs]))
+
+
+def test_no_loop_holds_the_frozen_weights_of_a_whole_repeat():
+    """A layer takes its own out of all layers'; what is trained is cut loop by loop."""
+    loop, repeat = Loop(2, (3,)), f"f32[3,{WIDTH},{WIDTH}]"
+    assert repeat not in _gradient(loop, "frozen")
+    assert repeat in _gradient(loop, "w")
+
+
+def test_layers_outside_of_loops_are_kept_apart_from_their_recomputation():
+    """Else the compiler keeps what both passes gather, from one to the other."""
+    assert "prevent_cse=True" in _gradient(Loop(1, (1, 3)), "w")
+    assert "prevent_cse=True" not in _gradient(Loop(3, (1, 2)), "w")
