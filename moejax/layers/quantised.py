@@ -3,6 +3,7 @@
 A layer is built, and its parameters are stored, with codes in a map's place and their scales beside
 it. Before it runs the maps are put back (:func:`dequantised`), inside the loop over layers and
 inside rematerialisation, so that one layer's exist at a time; the layer itself knows nothing of it.
+Without rematerialisation (`train.remat="none"`) the backward pass keeps those of all layers.
 """
 
 from __future__ import annotations
