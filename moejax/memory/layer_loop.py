@@ -104,7 +104,7 @@ class _Taken:
 def _layer_of(leaf: jax.Array, repeat: Any, count: Any) -> jax.Array:
     """[repeats, count, ...] -> [...]."""
     rest = leaf.shape[2:]
-    start = (repeat, count, *(0 for _ in rest))
+    start = (repeat, count, *(np.int32(0) for _ in rest))  # also where Python's integers are wide
     return jax.lax.dynamic_slice(leaf, start, (1, 1, *rest)).reshape(rest)
 
 
