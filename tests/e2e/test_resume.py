@@ -90,7 +90,15 @@ def _assert_agrees(workdir: Path, straight: Path) -> None:
         assert error <= 1e-5 * size, f"{name}: {error / size:.1e}"
 
 
-@pytest.mark.parametrize("mesh", [(1, 8, 1), (1, 1, 8), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        (2, 2, 2),
+        pytest.param((1, 8, 1), marks=pytest.mark.slow),
+        pytest.param((1, 1, 8), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_going_on_over_another_mesh_agrees(straight, stopped, tmp_path, mesh):
     """data x fsdp x expert."""
     workdir = copied(stopped.workdir, tmp_path / "work")
