@@ -39,13 +39,22 @@ def open_weights(path: str | pathlib.Path, *, packed: bool = False) -> Weights:
     """A workdir, a step, an import, or a Hugging Face folder.
 
     Args:
-      packed: routed experts of a Hugging Face folder stay in MXFP4; what a checkpoint holds is
-        decided already.
+      packed: routed experts of a Hugging Face folder stay in MXFP4; a checkpoint has to hold them
+        so already.
     Raises:
-      CheckpointError: nothing there that can be read.
+      CheckpointError: nothing there that can be read, or plain experts where packed ones are asked.
     """
     path = pathlib.Path(path).expanduser()
-    return HfWeights(path, packed=packed) if is_hf_folder(path) else CheckpointWeights(path)
+    if is_hf_folder(path):
+        return HfWeights(path, packed=packed)
+    weights = CheckpointWeights(path)
+    if packed and not any(name.endswith("/experts/gate_up_scales") for name in weights.shapes):
+        raise CheckpointError(
+            f"{path} has no experts in MXFP4, which model.moe.expert_format=mxfp4 keeps as they "
+            "were released. Import the published folder with --experts=packed, or leave "
+            "expert_format plain."
+        )
+    return weights
 
 
 def check_base_is_there(init_from: str) -> None:

@@ -91,6 +91,8 @@ def finetune_config(options: argparse.Namespace, overrides: Mapping[str, str]) -
       ConfigError: no weights, no data or no config, or the tokenizer of the weights is not there.
     """
     start = options.init_from or overrides.get("init_from", "")
+    if start and not pathlib.Path(start).expanduser().exists():
+        raise ConfigError(f"--init-from={start} does not exist. Name a run, a step or an import.")
     named = options.config or _run_folder(start)
     if not named:
         raise ConfigError(

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
@@ -37,6 +38,7 @@ from moejax.config.run import RunConfig
 RESOLVED_FILE = "config.json"  # in a run's folder: its config as it was resolved
 _PACKAGE = "configs"
 _MODULE = "moejax_config_file"
+_WORD = re.compile(r"[\w./*~=:-]+")
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -140,13 +142,16 @@ def _read(name: str, text: str, default: Any) -> Any:
         bool: "true or false",
         int: "a whole number",
         float: "a number",
-        tuple: "a Python tuple such as ('a', 'b') or ('a',)",
+        tuple: "a list such as a,b or a Python tuple such as ('a', 'b') or ('a',)",
     }
     raise ConfigError(f"{name}={text!r} is not {wanted[kind]}.")
 
 
 def _read_tuple(name: str, text: str) -> Any:
-    """What a Python tuple, a JSON list or object, or the .json file called `text` holds."""
+    """What a Python tuple, a JSON list or object, or the .json file called `text` holds.
+
+    Bare words with commas between them are a tuple of words.
+    """
     if text.endswith(".json"):
         try:
             return json.loads(pathlib.Path(text).expanduser().read_text(encoding="utf-8-sig"))
@@ -155,7 +160,8 @@ def _read_tuple(name: str, text: str) -> Any:
     for read in (ast.literal_eval, json.loads):
         with contextlib.suppress(ValueError, SyntaxError):
             return read(text)
-    return None
+    words = text.removesuffix(",").split(",")
+    return tuple(words) if all(map(_WORD.fullmatch, words)) else None
 
 
 def _find(config: str | os.PathLike[str]) -> pathlib.Path:

@@ -49,6 +49,13 @@ def start_from_weights(program: Program, say: Say) -> tuple[TrainState, Weights]
     fresh = [name for name in wanted if name not in taken]
     left = [name for name in weights.shapes if name not in taken and name not in wanted]
     _check_allowed(cfg, weights, wanted, fresh, left)
+    lost = [name for name in fresh if not is_adapter(shown(name))]
+    if cfg.lora.rank and lost:
+        raise ConfigError(
+            f"init_from={cfg.init_from} lacks {len(lost)} parameters of the base, {shown(lost[0])} "
+            "for one: a LoRA run keeps adapters alone, so what starts fresh below them would be "
+            "gone after it. Train all parameters first, or leave the model as it is there."
+        )
     if not taken:
         raise ConfigError(f"init_from={cfg.init_from}: no parameter of this model is in it.")
     arrays = weights.read(taken)

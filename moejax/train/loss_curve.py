@@ -19,6 +19,7 @@ import sys
 from collections.abc import Sequence
 
 from moejax.config import ConfigError
+from moejax.config.load import RESOLVED_FILE, load_config
 from moejax.observability.curve_plots import first_at_most, held_out, plot_losses
 from moejax.observability.metrics import read_metrics
 from moejax.observability.plots import series
@@ -85,15 +86,39 @@ def lora_line(workdir: str, before: tuple[float, float] | None) -> str:
     )
 
 
-def read_eval(path: pathlib.Path) -> tuple[float, float]:
+def check_kinds(full: str | None, lora: str | None) -> None:
+    """Raises ConfigError for a run of adapters where all weights should be trained, or the other
+    way round; a folder with metrics alone is taken as it is."""
+    for option, workdir, wanted in (("--full", full, False), ("--lora", lora, True)):
+        if workdir and (pathlib.Path(workdir) / RESOLVED_FILE).is_file():
+            rank = load_config(workdir).lora.rank
+            if bool(rank) != wanted:
+                kind = f"adapters of rank {rank}" if rank else "all weights, no adapters"
+                raise ConfigError(f"{option}={workdir} is a run that trains {kind}.")
+
+
+def read_eval(path: pathlib.Path, lora: str | None) -> tuple[float, float]:
     """Nats per token and per byte out of what `moejax eval --json` printed.
 
+    Args:
+      path: the file.
+      lora: the run whose base it is of.
     Raises:
-      ConfigError: no such file, or another one.
+      ConfigError: no such file, or another one, or of another model than the run's base.
     """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return float(found["loss"]), float(found["nats_per_byte"])
+        losses = float(found["loss"]), float(found["nats_per_byte"])
+        checkpoint = pathlib.Path(found["checkpoint"]).absolute()
+        if lora and (pathlib.Path(lora) / RESOLVED_FILE).is_file():
+            base = pathlib.Path(load_config(lora).init_from).expanduser().absolute()
+            if base != checkpoint and base not in checkpoint.parents:
+                raise ConfigError(
+                    f"--before={path} is of {checkpoint}, but the base of --lora={lora} is {base}."
+                )
+        return losses
+    except ConfigError:
+        raise
     except OSError as error:
         raise ConfigError(f"--before={path}: {error.strerror}.") from error
     except (ValueError, TypeError, KeyError) as error:
@@ -118,8 +143,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.out and not (options.full and options.lora):
             raise ConfigError("--out draws three panels: give --full=WORKDIR and --lora=WORKDIR.")
+        check_kinds(options.full, options.lora)
+        before = read_eval(options.before, options.lora) if options.before else None
         lines = [full_line(options.full, options.target)] if options.full else []
-        before = read_eval(options.before) if options.before else None
         lines += [lora_line(options.lora, before)] if options.lora else []
         found = step0(options.step0, options.widths or WIDTHS, again=bool(options.widths))
         print("\n\n".join([table(found), *lines]))

@@ -134,11 +134,14 @@ def check_exchange(cfg: RunConfig, mesh: Mesh) -> SelfCheck:
 
 
 def _small(moe: MoeConfig, platform: str) -> MoeConfig:
-    """The run's experts and exchange at widths that cost nothing, and that kernels accept."""
+    """The run's experts and exchange at widths that cost nothing, and that kernels accept.
+
+    Experts are plain: an exchange carries tokens, and these are too narrow to be packed.
+    """
     width = 16 if platform == "cpu" else 128
     return moe.replace(
         latent_dim=0, expert_dim=width, num_shared=0, balance="none", aux_weight=0.0,
-        capacity_factor=0.0,
+        capacity_factor=0.0, expert_format="plain",
     )  # fmt: skip
 
 

@@ -86,10 +86,12 @@ def test_a_bad_line_is_named_and_nothing_is_written(moejax, chats, run_dir, tmp_
     [
         ((), "--init-from is needed"),
         (("--config=tiny", "--data=x.jsonl"), "--init-from is needed"),
-        (("--config=tiny", "--init-from=nowhere"), "--data is needed"),
-        (("--config=tiny", "--init-from=nowhere", "--data=x"), "nowhere has no tokenizer beside"),
-        (("--init-from=nowhere", "--data=x.jsonl"), "--config is needed"),
-        (("--config=tiny", "--config.data.tokenizer=byte", "--init-from=n", "--data=x.jsonl"),
+        (("--config=tiny", "--init-from=nowhere"), "--init-from=nowhere does not exist"),
+        (("--config=tiny", "--init-from=launch"), "--data is needed"),
+        (("--config=tiny", "--init-from=launch", "--data=x"), "launch has no tokenizer beside"),
+        (("--init-from=launch", "--data=x.jsonl"), "--config is needed"),
+        (("--config=tiny", "--config.data.tokenizer=byte", "--init-from=launch",
+          "--data=x.jsonl"),
          "--workdir is needed"),
     ],
 )  # fmt: skip

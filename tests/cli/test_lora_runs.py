@@ -194,6 +194,15 @@ def test_without_init_from_the_base_is_what_the_seed_gives(moejax, tmp_path):
         ({"lora__targets": ("q_porj",)}, "matches no linear map"),
         ({"lora__targets": ()}, "nothing is targeted"),
         ({"optim__qk_clip": 100.0}, "qk_clip"),
+        ({"model__vocab_size": 300, "init_allow": ("embed.*", "head.*")}, "adapters alone"),
+        (
+            {
+                "model__moe__expert_format": "mxfp4",
+                "model__moe__latent_dim": 32,
+                "model__moe__expert_dim": 32,
+            },
+            "has no experts in MXFP4",
+        ),
         ({"optim__ema_decay": 0.9}, "ema_decay"),
         ({"lora__rank": 0, "lora__alpha": 8.0, "lora__strict": True}, "lora.rank=0"),
     ],

@@ -60,6 +60,10 @@ def test_overrides_are_read_as_the_field_says():
     assert (cfg.model.dim, cfg.optim.lr, cfg.optim.clip_norm) == (32, 1e-3, 2.0)
     assert cfg.model.tie_embeddings is True and cfg.model.name == "7"
     assert cfg.data.paths == ("a.txt", "b.txt") and cfg.train.num_steps == 9
+    for text in ("q_proj,k_proj,gate", "('q_proj', 'k_proj', 'gate')", "q_proj,k_proj,gate,"):
+        lora = load_config("tiny", {"lora.rank": "8", "lora.targets": text}).lora
+        assert lora.targets == ("q_proj", "k_proj", "gate")
+    assert load_config("tiny", {"lora.rank": 8, "lora.targets": "gate"}).lora.targets == ("gate",)
     assert cfg.optim.groups == (("embed", 0.5, -1),)
 
 
@@ -74,7 +78,8 @@ def test_overrides_are_read_as_the_field_says():
         ("model.dim", "1.5", "is not a whole number"),
         ("optim.lr", "fast", "is not a number"),
         ("log.progress", "maybe", "is not true or false"),
-        ("data.paths", "a.txt", "a Python tuple such as"),
+        ("data.paths", "(a.txt", "a Python tuple such as"),
+        ("data.paths", "a.txt,,b.txt", "a list such as a,b"),
         ("data.seq_len", "1", "data.seq_len=1 is not allowed: it must be >= 2"),
         ("optim.lr", "nan", "optim.lr=nan is not allowed"),
         ("model.dim", 1.5, "has type float; it must be int"),

@@ -54,7 +54,17 @@ def workdirs(tmp_path):
                 }
             log.write(step, row)
         log.close()
-    (tmp_path / "before.json").write_text('{"loss": 1.9, "nats_per_byte": 0.5}')
+    (tmp_path / "lora" / "config.json").write_text(
+        json.dumps({"lora": {"rank": 4}, "init_from": str(tmp_path / "base")})
+    )
+    (tmp_path / "full" / "config.json").write_text("{}")
+    for name in ("base", "full"):
+        found = {
+            "loss": 1.9,
+            "nats_per_byte": 0.5,
+            "checkpoint": f"{tmp_path}/{name}/checkpoints/9",
+        }
+        (tmp_path / f"before_{name}.json").write_text(json.dumps(found))
     return tmp_path
 
 
@@ -69,7 +79,7 @@ def test_three_panels_and_their_figures(workdirs, capsys):
         "--target",
         2.0,
         "--before",
-        workdirs / "before.json",
+        workdirs / "before_base.json",
     ]
     assert main([*map(str, argv)]) == 0
     shown = capsys.readouterr().out
@@ -94,6 +104,9 @@ def test_where_a_loss_is_passed(workdirs):
     ("changes", "says"),
     [
         ({"--full": "nowhere"}, "no metrics at"),
+        ({"--full": "lora"}, "is a run that trains adapters of rank 4"),
+        ({"--lora": "full"}, "is a run that trains all weights, no adapters"),
+        ({"--before": "before_full.json"}, "but the base of --lora="),
         ({"--lora": "empty"}, "have no held-out loss yet (eval_nats_per_byte)"),
         ({"--step0": "full/metrics.jsonl"}, "holds no figures of this script"),
         ({"--full": None, "--out": "x.png"}, "give --full=WORKDIR and --lora=WORKDIR"),

@@ -59,6 +59,11 @@ def test_sound_exchanges_pass(expert, exchange, slices, dtype):
     assert found.differences.max() < (1e-6 if dtype == "float32" else 0.5 * TOLERANCE[dtype])
 
 
+def test_experts_that_a_run_keeps_packed_are_no_obstacle():
+    found = checked(settings(4, "ragged", model__moe__expert_format="mxfp4"))
+    assert found.passed and found.exchange == "ragged"
+
+
 @pytest.mark.parametrize(("experts", "top_k", "ranks"), [(16, 4, 8), (7, 3, 1), (896, 16, 128)])
 def test_every_expert_has_rows_and_one_device_has_too_many(experts, top_k, ranks):
     ids_BTA = given_experts(ranks, MoeConfig(num_experts=experts, top_k=top_k), ranks)
