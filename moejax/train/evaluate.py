@@ -56,7 +56,9 @@ class Evaluator:
                     self.compiled = compile_once(
                         lambda p, s, b: eval_step(program, p, s, b), params, balance, batch
                     )
-            loss_sum, count = self.compiled.call(params, balance, batch)
+            # One at a time: simulated devices share threads, and batches in a queue take those
+            # that a collective of the batch before still needs. 900 batches never ended.
+            loss_sum, count = jax.block_until_ready(self.compiled.call(params, balance, batch))
             sums.append(loss_sum)
             labels.append(count)
         total = float(np.sum(jax.device_get(sums), dtype=np.float64))
