@@ -173,6 +173,7 @@ def test_the_adapted_model_is_evaluated_and_loaded(moejax, adapted):
     assert np.isfinite(logits).all()
 
 
+@pytest.mark.slow
 def test_without_init_from_the_base_is_what_the_seed_gives(moejax, tmp_path):
     workdir = tmp_path / "work"
     fields = LORA | {"train__stop_at": 2}

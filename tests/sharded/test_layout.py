@@ -80,7 +80,15 @@ def test_optimizer_state_of_tiny_lies_with_its_parameters(tiny):
     assert stored <= 1.2 * total / 8
 
 
-@pytest.mark.parametrize("sizes", EIGHT, ids=named)
+# fsdp alone is among the slow tests.
+MESHES = pytest.mark.parametrize(
+    "sizes",
+    [s if len(s) > 1 else pytest.param(s, marks=pytest.mark.slow) for s in EIGHT],
+    ids=named,
+)
+
+
+@MESHES
 def test_the_compiled_step_keeps_that_layout(sizes):
     """State out as in; gradients, for which nothing was asked, as their parameters."""
     run = steps(tuple(sizes.items()))
@@ -116,7 +124,7 @@ def whole_activations(hlo: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("sizes", EIGHT, ids=named)
+@MESHES
 def test_no_collective_moves_an_activation_of_the_whole_batch(sizes):
     run = steps(tuple(sizes.items()))
     assert len(_COLLECTIVE.findall(run.hlo)) > 10
