@@ -73,7 +73,7 @@ def exchange_traffic(program: Program, near: Near, platform: str) -> list[Collec
     """
     cfg, ranks = program.cfg.with_hosts(), program.mesh.shape["expert"]
     moe, kind = cfg.model.moe, resolve_exchange(cfg.model.moe.exchange, ranks, platform)
-    layers = num_moe_layers(program)
+    layers = len(program.parts.moe_layers())
     if kind == "local" or ranks == 1 or not layers:
         return []
     runs, forward = layers * cfg.train.accumulation, 2 if cfg.train.remat == "full" else 1
@@ -159,18 +159,6 @@ def _bytes_at_use(stored: Any, compute: str) -> int:
     size = jnp.dtype(stored).itemsize
     floats = jnp.issubdtype(stored, jnp.floating) and size > 1
     return jnp.dtype(compute).itemsize if floats else size
-
-
-def num_moe_layers(program: Program) -> int:
-    """Layers with routed experts, those of multi-token prediction included."""
-    pairs = zip(
-        flat_infos(program.parts.infos), jax.tree.leaves(program.abstract.params), strict=True
-    )
-    return sum(
-        math.prod(leaf.shape[: info.stack])
-        for info, leaf in pairs
-        if info.name.endswith(".router.weight")
-    )
 
 
 def tokens_of_device(program: Program) -> int:

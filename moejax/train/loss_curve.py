@@ -87,8 +87,10 @@ def lora_line(workdir: str, before: tuple[float, float] | None) -> str:
 
 
 def check_kinds(full: str | None, lora: str | None) -> None:
-    """Raises ConfigError for a run of adapters where all weights should be trained, or the other
-    way round; a folder with metrics alone is taken as it is."""
+    """Raises ConfigError for a run of adapters as `full`, or one without them as `lora`.
+
+    A folder with metrics alone is taken as it is.
+    """
     for option, workdir, wanted in (("--full", full, False), ("--lora", lora, True)):
         if workdir and (pathlib.Path(workdir) / RESOLVED_FILE).is_file():
             rank = load_config(workdir).lora.rank
@@ -110,19 +112,17 @@ def read_eval(path: pathlib.Path, lora: str | None) -> tuple[float, float]:
         found = json.loads(path.read_text(encoding="utf-8"))
         losses = float(found["loss"]), float(found["nats_per_byte"])
         checkpoint = pathlib.Path(found["checkpoint"]).absolute()
-        if lora and (pathlib.Path(lora) / RESOLVED_FILE).is_file():
-            base = pathlib.Path(load_config(lora).init_from).expanduser().absolute()
-            if base != checkpoint and base not in checkpoint.parents:
-                raise ConfigError(
-                    f"--before={path} is of {checkpoint}, but the base of --lora={lora} is {base}."
-                )
-        return losses
-    except ConfigError:
-        raise
     except OSError as error:
         raise ConfigError(f"--before={path}: {error.strerror}.") from error
     except (ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"--before={path} is no output of `moejax eval --json`.") from error
+    if lora and (pathlib.Path(lora) / RESOLVED_FILE).is_file():
+        base = pathlib.Path(load_config(lora).init_from).expanduser().absolute()
+        if base != checkpoint and base not in checkpoint.parents:
+            raise ConfigError(
+                f"--before={path} is of {checkpoint}, but the base of --lora={lora} is {base}."
+            )
+    return losses
 
 
 def main(argv: Sequence[str] | None = None) -> int:
