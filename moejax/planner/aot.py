@@ -201,6 +201,8 @@ def compile_for(
             f"--run with --hardware={hardware.name}: those devices are not here. "
             "Only simulated ones run, as cpu:8."
         )
+    if run and sys.platform != "linux":
+        raise ConfigError("--run reads memory from /proc, which only Linux has: leave it out.")
     devices = absent_devices(hardware)
     if not keep_batch:
         cfg = one_row_a_device(cfg, len(devices))
@@ -216,7 +218,7 @@ def compile_for(
     overlap: tuple[Overlap, ...] = ()
     bound = None
     if compiled is not None:
-        hlo = compiled.call.as_text()  # type: ignore[attr-defined]
+        hlo = compiled.call.as_text()
         near = near_devices(program.mesh, cfg.mesh)
         layout = dict(program.mesh.shape), [device.id for device in program.mesh.devices.flat]
         found = count_collectives(hlo, *layout)
@@ -305,7 +307,7 @@ def _memory(compiled: Compiled | None, refused: str, hardware: Hardware) -> Memo
         figure, unit = (part for part in match.groups() if part is not None) if match else ("0", "")
         peak = int(float(figure) * units[unit])
         return Memory(0, 0, 0, 0, max(peak, available + 1), available)
-    facts = compiled.call.memory_analysis()  # type: ignore[attr-defined]
+    facts = compiled.call.memory_analysis()
     arguments, outputs = facts.argument_size_in_bytes, facts.output_size_in_bytes
     aliased, temporaries = facts.alias_size_in_bytes, facts.temp_size_in_bytes
     if hardware.chip.platform == "tpu":

@@ -54,7 +54,7 @@ def run_and_measure(program: Program, compiled: Compiled) -> list[Measured]:
       compiled: its step.
     """
     state, batch = init_state(program, program.cfg.seed), _random_batch(program)
-    facts = compiled.call.memory_analysis()  # type: ignore[attr-defined]
+    facts = compiled.call.memory_analysis()
     argument_bytes = _live_bytes(jax.tree.leaves((state, batch)))
     with jax.set_mesh(program.mesh):
         state, _ = jax.block_until_ready(compiled.call(state, batch))
@@ -67,7 +67,7 @@ def run_and_measure(program: Program, compiled: Compiled) -> list[Measured]:
     return [
         Measured("arguments", facts.argument_size_in_bytes, argument_bytes),
         Measured("working memory", working, grown),
-        *_collectives(program, compiled.call.as_text(), runs),  # type: ignore[attr-defined]
+        *_collectives(program, compiled.call.as_text(), runs),
     ]
 
 

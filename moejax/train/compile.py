@@ -72,7 +72,7 @@ class Compiled(NamedTuple):
     """A compiled program and what is known of it.
 
     Attributes:
-      call: the executable.
+      call: the executable, a jax.stages.Compiled.
       compile_s: seconds of tracing, lowering and compiling.
       cache: "warm" when it came out of the cache, "cold" when it was compiled, "off" without a
         cache.
@@ -81,7 +81,7 @@ class Compiled(NamedTuple):
       peak_bytes: memory a device needs while it runs: arguments, results and temporaries.
     """
 
-    call: Callable
+    call: Any
     compile_s: float
     cache: str
     traces: list[int]
