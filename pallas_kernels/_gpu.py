@@ -1,0 +1,140 @@
+"""The one door to Pallas' Triton backend: calls, loads, products, atomic sums.
+
+Every GPU kernel of this package goes through here, so that a change of that backend is a change of
+this file. On a CPU the same bodies run in Pallas' interpreter.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as pltriton
+
+from pallas_kernels.choose import target_platform
+
+
+def interpreted() -> bool:
+    """Whether kernels run in the interpreter: the program is for no GPU."""
+    return target_platform() != "gpu"
+
+
+def call(
+    body: Callable[..., None], *, name: str, grid: tuple[int, ...], in_specs: Sequence[Any],
+    out_specs: Any, out_shape: Any, warps: int = 4, stages: int = 2,
+    aliases: Mapping[int, int] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """`pl.pallas_call` on the Triton backend, or in the interpreter where `interpreted`.
+
+    Args:
+      body: takes references to inputs, then to outputs; programs run in no order.
+      name: of the kernel, as profiles and PTX show it.
+      grid: programs along each axis; the last is the fastest.
+      in_specs, out_specs: `pl.BlockSpec`s; sizes of blocks are powers of two.
+      out_shape: `jax.ShapeDtypeStruct` of every output.
+      warps: of a program, 32 threads each.
+      stages: depth of the software pipeline of loops.
+      aliases: input -> output that shares its memory.
+    """
+    options: dict[str, Any] = {"interpret": True}
+    if not interpreted():
+        params = pltriton.CompilerParams(num_warps=warps, num_stages=stages)
+        options = {"compiler_params": params}
+    run = pl.pallas_call(
+        body, grid=grid, in_specs=list(in_specs), out_specs=out_specs, out_shape=out_shape,
+        input_output_aliases=dict(aliases or {}), name=name, **options,
+    )  # fmt: skip
+
+    def called(*args: Any) -> Any:
+        with warnings.catch_warnings():
+            # from jax 0.11 on it says at every call that this backend is on its way out
+            warnings.filterwarnings("ignore", message=".*[Tt]riton.*", category=DeprecationWarning)
+            return run(*args)
+
+    return called
+
+
+def load(ref: Any, mask: jax.Array | None = None) -> jax.Array:
+    """Values of a reference or of a part of it, `ref.at[...]`; 0 where `mask` is False."""
+    if mask is None:
+        return pltriton.load(ref)
+    return pltriton.load(ref, mask=mask, other=jnp.zeros((), ref.dtype))
+
+
+def store(ref: Any, value: jax.Array, mask: jax.Array | None = None) -> None:
+    """Writes to a reference or a part of it, in its dtype; only where `mask` is True."""
+    pltriton.store(ref, value.astype(ref.dtype), mask=mask)
+
+
+def dot(
+    a: jax.Array, b: jax.Array, *, trans_a: bool = False, trans_b: bool = False,
+    exact: bool = False,
+) -> jax.Array:  # fmt: skip
+    """Product of two tiles, summed in float32.
+
+    Args:
+      trans_a, trans_b: the tile is to be read across.
+      exact: products of float32 are those of float32; otherwise a GPU may round their factors to
+        TF32, 10 bits. Half precision is always exact.
+    """
+    contract = ((0 if trans_a else 1,), (1 if trans_b else 0,))
+    precision: Any = None
+    if a.dtype == jnp.float32:
+        precision = lax.Precision.HIGHEST
+        if not exact and not interpreted():
+            precision = lax.DotAlgorithmPreset.TF32_TF32_F32
+    return lax.dot_general(
+        a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def load_rows(ref: Any, rows: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    """`ref[rows, :]` of a reference of two dims; zeros where `mask` [i] is False.
+
+    Where masked, `rows` may hold anything.
+    """
+    if mask is None:
+        return pltriton.load(ref.at[rows, :])
+    if interpreted():  # which knows no mask beside an index array
+        values = ref[jnp.where(mask, rows, 0), :]
+        return jnp.where(mask[:, None], values, jnp.zeros((), values.dtype))
+    where = jnp.broadcast_to(mask[:, None], (rows.shape[0], ref.shape[1]))
+    return pltriton.load(ref.at[rows, :], mask=where, other=jnp.zeros((), ref.dtype))
+
+
+def store_rows(ref: Any, rows: jax.Array, values: jax.Array, mask: jax.Array) -> None:
+    """`ref[rows[i], :] = values[i, :]` where `mask` [i] is True."""
+    if not interpreted():
+        where = jnp.broadcast_to(mask[:, None], values.shape)
+        pltriton.store(ref.at[rows, :], values.astype(ref.dtype), mask=where)
+        return
+    _row_by_row(ref, rows, values, mask, lambda _, new: new)
+
+
+def add_rows(ref: Any, rows: jax.Array, values: jax.Array, mask: jax.Array) -> None:
+    """`ref[rows[i], :] += values[i, :]` where `mask` [i] is True, atomic among programs.
+
+    The order of the sums, so their last bits, changes from run to run on a GPU.
+    """
+    if not interpreted():
+        where = jnp.broadcast_to(mask[:, None], values.shape)
+        pltriton.atomic_add(ref, (rows, slice(None)), values.astype(ref.dtype), mask=where)
+        return
+    _row_by_row(ref, rows, values, mask, lambda old, new: old + new)
+
+
+def _row_by_row(ref: Any, rows: jax.Array, values: jax.Array, mask: jax.Array, combine) -> None:
+    """What the interpreter cannot do at an index array; its programs run one after the other."""
+
+    def one(i: Any, _: None) -> None:
+        at = (pl.ds(jnp.where(mask[i], rows[i], 0), 1), slice(None))
+        old = ref[at]
+        new = lax.dynamic_index_in_dim(values, i, keepdims=True).astype(ref.dtype)
+        ref[at] = jnp.where(mask[i], combine(old, new), old)
+
+    lax.fori_loop(0, values.shape[0], one, None)
