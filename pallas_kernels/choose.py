@@ -2,13 +2,27 @@
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 _PLATFORMS = ("cpu", "gpu", "tpu")
+PREFERENCES = ("auto", "ref", "chunked", "pallas", "pallas_gpu", "pallas_tpu")
 _platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
+_preferred: contextvars.ContextVar[str] = contextvars.ContextVar("preferred", default="auto")
+_choices: contextvars.ContextVar[dict[str, "Choice"] | None] = contextvars.ContextVar(
+    "choices", default=None
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What runs an operator: the implementation, and why others that were asked do not."""
+
+    impl: str
+    refused: tuple[tuple[str, str], ...] = ()  # name, reason
 
 
 def target_platform() -> str:
@@ -41,6 +55,36 @@ def lowering_for(platform: str) -> Iterator[None]:
         _platform.reset(token)
 
 
+@contextlib.contextmanager
+def preferring(impl: str) -> Iterator[None]:
+    """Operators that are called without `impl` take this one where they have it and it can run.
+
+    Where they cannot, the platform's own order decides. "pallas" is the platform's kernel, "auto"
+    leaves the choice to the platform.
+
+    Raises:
+      ValueError: `impl` is none of `PREFERENCES`.
+    """
+    if impl not in PREFERENCES:
+        raise ValueError(f"impl={impl!r} is unknown. Use one of {', '.join(PREFERENCES)}.")
+    token = _preferred.set(impl)
+    try:
+        yield
+    finally:
+        _preferred.reset(token)
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[dict[str, Choice]]:
+    """Collects what was chosen for each operator while tracing, by the operator's name."""
+    choices: dict[str, Choice] = {}
+    token = _choices.set(choices)
+    try:
+        yield choices
+    finally:
+        _choices.reset(token)
+
+
 def candidates(
     impls: Mapping[str, Callable[..., Any]],
     order: Mapping[str, Sequence[str]],
@@ -58,7 +102,12 @@ def candidates(
     """
     platform = target_platform()
     if impl is None:
-        return tuple(order.get(platform, order["cpu"]))
+        names = tuple(order.get(platform, order["cpu"]))
+        first = _preferred.get()
+        if first == "auto":
+            return names
+        first = f"pallas_{platform}" if first == "pallas" else first
+        return (first, *(name for name in names if name != first))
     name = f"pallas_{platform}" if impl == "pallas" else impl
     if name in impls:
         return (name,)
@@ -82,13 +131,25 @@ def first_that_runs(
       NotImplementedError: the only name declined (so a named implementation never falls back).
       ExceptionGroup: several names, all declined; it holds each reason.
     """
-    reasons = []
+    reasons: list[NotImplementedError] = []
     for name in names:
         try:
-            return impls[name](*args, **kwargs)
+            if name not in impls:  # preferred for all operators, of which this one has none
+                raise NotImplementedError("there is no such implementation")
+            result = impls[name](*args, **kwargs)
         except NotImplementedError as reason:
             reason.add_note(f"implementation: {name}")
             reasons.append(reason)
+            continue
+        _record(impls[name], name, zip(names, reasons, strict=False))
+        return result
     if len(reasons) == 1:
         raise reasons[0]
     raise ExceptionGroup(f"no implementation runs these arguments: {', '.join(names)}", reasons)
+
+
+def _record(chosen: Callable[..., Any], name: str, refused: Iterable[tuple[str, Any]]) -> None:
+    choices = _choices.get()
+    if choices is not None:
+        op = f"{chosen.__module__.split('.')[-2]}.{chosen.__name__}"
+        choices[op] = Choice(name, tuple((other, str(reason)) for other, reason in refused))
