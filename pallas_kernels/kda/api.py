@@ -1,15 +1,13 @@
 """Kimi Delta Attention: the public functions, their checks and the choice of implementation."""
 
-from typing import Any
-
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import choose
-from pallas_kernels.kda import chunked, gates, ref
+from pallas_kernels.kda import chunked, composed, ref
 
 _IMPLS = {"chunked": chunked.kda, "ref": ref.kda}
-_ORDER = {"cpu": ("chunked",)}  # the same everywhere until a platform has its own kernel
+_FUSED = {"chunked": composed.fused(chunked.kda), "ref": composed.fused(ref.kda)}
+_ORDER = {"cpu": ("chunked",)}
 
 
 def kda(
@@ -50,13 +48,11 @@ def kda(
       NotImplementedError: `impl` was named and cannot run these arguments.
     Source: Kimi Linear, arXiv:2510.26692, equation 1 and section 4.
     """
-    _check(q, k, v, log_decay, beta, segment_ids, initial_state, chunk)
-    log_decay, beta = _without_padding(log_decay, beta, segment_ids)
-    names = choose.candidates(_IMPLS, _ORDER, impl)
-    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
+    _check(q, k, v, {"log_decay": log_decay, "beta": beta}, segment_ids, initial_state, chunk)
+    log_decay, beta = composed.without_padding(log_decay, beta, segment_ids)
     return choose.first_that_runs(
-        _IMPLS, names, q, k, v, log_decay, beta,
-        segment_ids=segment_ids, initial_state=initial_state, scale=scale, chunk=chunk,
+        _IMPLS, choose.candidates(_IMPLS, _ORDER, impl), q, k, v, log_decay, beta,
+        segment_ids=segment_ids, initial_state=initial_state, scale=_scale(scale, q), chunk=chunk,
     )  # fmt: skip
 
 
@@ -98,51 +94,30 @@ def kda_fused(
     """
     if lower_bound is not None and not lower_bound < 0:
         raise ValueError(f"lower_bound={lower_bound} is not negative. Use e.g. -5, or None.")
+    inputs = {"gate": gate, "beta_logits": beta_logits}
+    _check(q, k, v, inputs, segment_ids, initial_state, chunk)
     heads = gate.shape[2:]
     if a_log.shape != heads[:1] or dt_bias.shape != heads:
         raise ValueError(
             f"a_log has shape {a_log.shape} and dt_bias {dt_bias.shape}; "
             f"gate {gate.shape} needs {heads[:1]} and {heads}."
         )
-    options: dict[str, Any] = {
-        "segment_ids": segment_ids, "scale": scale, "chunk": chunk, "impl": impl,
-    }  # fmt: skip
-    q, k = gates.unit_length(q), gates.unit_length(k)
-    log_decay = gates.log_decay(gate, a_log, dt_bias, lower_bound)
-    beta = gates.write_strength(beta_logits)
-    if not return_transition:
-        return kda(q, k, v, log_decay, beta, initial_state=initial_state, **options)
-    return _with_transition(q, k, v, log_decay, beta, initial_state, options)
+    return choose.first_that_runs(
+        _FUSED, choose.candidates(_FUSED, _ORDER, impl),
+        q, k, v, gate, beta_logits, a_log, dt_bias,
+        lower_bound=None if lower_bound is None else float(lower_bound), segment_ids=segment_ids,
+        initial_state=initial_state, scale=_scale(scale, q), chunk=chunk,
+        return_transition=return_transition,
+    )  # fmt: skip
 
 
-def _with_transition(q, k, v, log_decay, beta, initial_state, options):
-    """One run of h + H columns: v from a zero state, and zero values from the unit matrix."""
-    B, _, Nv, h = v.shape
-    H = q.shape[-1]
-    values = jnp.concatenate([v, jnp.zeros((*v.shape[:3], H), v.dtype)], axis=-1)
-    unit = jnp.concatenate([jnp.zeros((H, h)), jnp.eye(H)], axis=-1).astype(log_decay.dtype)
-    unit = jnp.broadcast_to(unit, (B, Nv, H, h + H))
-    # float32 values, so that the part that meets the entry state is not rounded before it does
-    both, final = kda(
-        q, k, values.astype(log_decay.dtype), log_decay, beta, initial_state=unit, **options
-    )
-    out, exit_state, transition = both[..., :h], final[..., :h], final[..., h:]
-    final_state = exit_state
-    if initial_state is not None:
-        entry = initial_state.astype(final.dtype)
-        out += jnp.einsum("btni,bnij->btnj", both[..., h:], entry, precision="highest")
-        final_state += jnp.matmul(transition, entry, precision="highest")
-    return out.astype(v.dtype), final_state, transition, exit_state
+def _scale(scale, q):
+    return float(q.shape[-1] ** -0.5 if scale is None else scale)
 
 
-def _without_padding(log_decay, beta, segment_ids):
-    if segment_ids is None:
-        return log_decay, beta
-    real = segment_ids != 0
-    return jnp.where(real[..., None, None], log_decay, 0), jnp.where(real[..., None], beta, 0)
-
-
-def _check(q, k, v, log_decay, beta, segment_ids, initial_state, chunk):
+def _check(q, k, v, per_head, segment_ids, initial_state, chunk):
+    """`per_head`: by name, what decays and write strengths come from."""
+    (decay_name, decay), (beta_name, beta) = per_head.items()
     if q.ndim != 4 or v.ndim != 4:
         raise ValueError(f"q {q.shape} and v {v.shape} must be [B, T, heads, width].")
     B, T, N, H = q.shape
@@ -154,8 +129,8 @@ def _check(q, k, v, log_decay, beta, segment_ids, initial_state, chunk):
     wanted = {
         "k": (k, (B, T, N, H)),
         "v": (v, (B, T, Nv, h)),
-        "log_decay": (log_decay, (B, T, Nv, H)),
-        "beta": (beta, (B, T, Nv)),
+        decay_name: (decay, (B, T, Nv, H)),
+        beta_name: (beta, (B, T, Nv)),
         "segment_ids": (segment_ids, (B, T)),
         "initial_state": (initial_state, (B, Nv, H, h)),
     }
