@@ -343,6 +343,12 @@ def get_config() -> ConfigDict:
     # [one of 'off', 'within', 'ahead']
     c.train.prefetch = "within"
 
+    c.kernels = ConfigDict()
+    # implementation that operators take where they have it and it runs; auto = the platform's
+    # fastest, pallas = its Pallas kernels; what is taken, and why not another, is printed [one of
+    # 'auto', 'ref', 'chunked', 'pallas', 'pallas_gpu', 'pallas_tpu']
+    c.kernels.impl = "auto"
+
     c.lora = ConfigDict()
     # rank r of low-rank adapters over the frozen model; 0 = none, all parameters are trained [>= 0]
     c.lora.rank = 0

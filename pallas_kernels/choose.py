@@ -151,5 +151,6 @@ def first_that_runs(
 def _record(chosen: Callable[..., Any], name: str, refused: Iterable[tuple[str, Any]]) -> None:
     choices = _choices.get()
     if choices is not None:
-        op = f"{chosen.__module__.split('.')[-2]}.{chosen.__name__}"
+        folder, function = chosen.__module__.split(".")[-2], chosen.__name__
+        op = folder if folder == function else f"{folder}.{function}"
         choices[op] = Choice(name, tuple((other, str(reason)) for other, reason in refused))

@@ -107,6 +107,8 @@ def print_report(name: str, report: CompileReport) -> None:
     """What was compiled, then memory, collectives and the least time of a step; `fits` last."""
     say(f"train step of {name} on {report.devices} x {report.device} ({report.links})", bold=True)
     print_table([Column(), Column(right=True), Column(dim=True)], _facts(report))
+    for line in report.kernels:
+        say(f"  {line}")
     if report.collectives:
         say("")
         say(

@@ -24,6 +24,7 @@ from moejax.config.model import (
 from moejax.config.run import RunConfig, check_asked
 from moejax.config.training import (
     CheckpointConfig,
+    KernelsConfig,
     LogConfig,
     OptimConfig,
     PlacementConfig,
@@ -49,6 +50,7 @@ __all__ = [
     "MoeConfig",
     "OptimConfig",
     "PlacementConfig",
+    "KernelsConfig",
     "ProfileConfig",
     "RunConfig",
     "SamplesConfig",

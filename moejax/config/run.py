@@ -12,6 +12,7 @@ from moejax.config.mesh import MeshConfig
 from moejax.config.model import ModelConfig, MoeConfig
 from moejax.config.training import (
     CheckpointConfig,
+    KernelsConfig,
     LogConfig,
     OptimConfig,
     PlacementConfig,
@@ -34,6 +35,7 @@ class RunConfig(Section):
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    kernels: KernelsConfig = dataclasses.field(default_factory=KernelsConfig)
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
     samples: SamplesConfig = dataclasses.field(default_factory=SamplesConfig)

@@ -139,6 +139,16 @@ class LogConfig(Section):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class KernelsConfig(Section):
+    """Which implementation of the operators runs, where they have it."""
+
+    _path = "kernels."
+    impl: str = setting(
+        "auto", choices=("auto", "ref", "chunked", "pallas", "pallas_gpu", "pallas_tpu")
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileConfig(Section):
     """Profiler trace of some steps."""
 

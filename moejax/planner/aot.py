@@ -28,7 +28,7 @@ from moejax.planner.hardware import Hardware, num_chips, target_config
 from moejax.planner.measure import Measured, run_and_measure
 from moejax.planner.overlap import Overlap, read_overlap
 from moejax.planner.roofline import Roofline, hardware_flops, hbm_bytes, roofline, with_links
-from moejax.train.compile import Compiled, compile_once
+from moejax.train.compile import Compiled, compile_once, kernel_lines
 from moejax.train.state import Program, TrainState, build_program
 from moejax.train.step import batch_sharding, train_step
 from moejax.train.xla_flags import compiler_options
@@ -84,6 +84,7 @@ class CompileReport:
       overlap: what of the collectives is hidden behind compute; empty where it was not asked for.
       categories: what the arguments are.
       measured: what running the step told; empty where it was not run.
+      kernels: what runs the operators, and why others do not, in lines.
     """
 
     hardware: str
@@ -104,6 +105,7 @@ class CompileReport:
     overlap: tuple[Overlap, ...] = ()
     categories: tuple[Category, ...] = ()
     measured: tuple[Measured, ...] = ()
+    kernels: tuple[str, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -247,6 +249,7 @@ def compile_for(
         overlap=overlap,
         categories=tuple(argument_categories(program, abstract_arguments(program)[1])),
         measured=tuple(run_and_measure(program, compiled)) if run and compiled else (),
+        kernels=tuple(kernel_lines(compiled.kernels)) if compiled else (),
     )
 
 

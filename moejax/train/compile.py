@@ -10,10 +10,12 @@ import os
 import pathlib
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+
+from pallas_kernels.choose import Choice, recording
 
 _CACHE_SETTING = "jax_compilation_cache_dir"
 _events = {"hits": 0, "misses": 0}
@@ -79,6 +81,7 @@ class Compiled(NamedTuple):
       traces: how often the Python function was traced since; a list so that it counts on. 1 is
         right.
       peak_bytes: memory a device needs while it runs: arguments, results and temporaries.
+      kernels: which implementation each operator in it is.
     """
 
     call: Any
@@ -86,6 +89,7 @@ class Compiled(NamedTuple):
     cache: str
     traces: list[int]
     peak_bytes: int
+    kernels: dict[str, Choice]
 
 
 def compile_once(fn: Callable, *args: Any, **jit_options: Any) -> Compiled:
@@ -98,12 +102,25 @@ def compile_once(fn: Callable, *args: Any, **jit_options: Any) -> Compiled:
 
     _listen()
     before, start = dict(_events), time.perf_counter()
-    executable = jax.jit(counted, **jit_options).lower(*args).compile()
+    with recording() as kernels:
+        lowered = jax.jit(counted, **jit_options).lower(*args)
+    executable = lowered.compile()
     seconds = time.perf_counter() - start
     hit = _events["hits"] > before["hits"]
     missed = _events["misses"] > before["misses"]
     cache = "warm" if hit else "cold" if missed else "off"
-    return Compiled(executable, seconds, cache, traces, _peak_bytes(executable))
+    return Compiled(executable, seconds, cache, traces, _peak_bytes(executable), kernels)
+
+
+def kernel_lines(kernels: Mapping[str, Choice]) -> list[str]:
+    """What runs the operators, then every implementation that refused, why and which of them."""
+    chosen: dict[str, list[str]] = {}
+    refused: dict[str, list[str]] = {}
+    for op, choice in sorted(kernels.items()):
+        chosen.setdefault(f"operators by {choice.impl}", []).append(op)
+        for name, why in choice.refused:
+            refused.setdefault(f"not by {name} ({why})", []).append(op)
+    return [f"{what}: {', '.join(ops)}" for what, ops in [*chosen.items(), *refused.items()]]
 
 
 def _peak_bytes(executable: Any) -> int:

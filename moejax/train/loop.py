@@ -16,7 +16,7 @@ from moejax.data import TrainIterator
 from moejax.models.flops import train_flops_per_token
 from moejax.observability import DeadExperts, LoadLog, Progress, StepProfiler, Writers, peak_flops
 from moejax.optim import ema_params
-from moejax.train.compile import Compiled, compile_once
+from moejax.train.compile import Compiled, compile_once, kernel_lines
 from moejax.train.diagnose import NonFiniteError, first_bad_tensor
 from moejax.train.evaluate import EvalResult, Evaluator, put_batch
 from moejax.train.placement import Placer, without_places
@@ -132,11 +132,14 @@ class Loop:
     def _compile(self, batch: dict[str, jax.Array]) -> Compiled:
         program = self.program
         with jax.set_mesh(program.mesh):
-            return compile_once(
+            compiled = compile_once(
                 lambda state, batch: train_step(program, state, batch), self.state, batch,
                 donate_argnums=0, out_shardings=(program.shardings, None),
                 compiler_options=compiler_options(program.cfg.train.prefetch, program.mesh),
             )  # fmt: skip
+        for line in kernel_lines(compiled.kernels):
+            self.progress.print(f"  {line}")
+        return compiled
 
     def _drain(self, keep: int, held: int | None) -> None:
         """Looks at the oldest pending steps until `keep` are left.

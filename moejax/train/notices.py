@@ -14,7 +14,15 @@ from moejax.config import RunConfig, build_section, flat_names
 from moejax.train.state import Program, abstract_tree, saved_part
 
 # How long and where a run goes, and what it tells: a finished one may be called with others.
-_FREE = ("train.num_steps", "train.stop_at", "compile_cache", "mesh.", "log.", "profile.")
+_FREE = (
+    "train.num_steps",
+    "train.stop_at",
+    "compile_cache",
+    "kernels.",
+    "mesh.",
+    "log.",
+    "profile.",
+)
 _SHAPING = (  # which leaves a checkpoint holds, and of what size
     "model.", "lora.", "optim.name", "optim.ema_decay", "train.trainable", "train.frozen_dtype",
 )  # fmt: skip

@@ -5,6 +5,9 @@ Pure; the one jitted entry.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -18,9 +21,21 @@ from moejax.optim import clip_key, clip_query, global_norm, make_schedule, qk_cl
 from moejax.partitioning import BATCH_AXES, batch_local
 from moejax.train.state import Program, TrainState
 from moejax.train.trainable import merge, split
+from pallas_kernels.choose import preferring
 from pallas_kernels.linear_xent import linear_xent
 
 Batch = dict[str, jax.Array]  # tokens, labels, segment_ids: int32 [microbatches, B, T]
+
+
+def _with_kernels(step: Callable) -> Callable:
+    """A function of a program whose operators are those that its config prefers."""
+
+    @functools.wraps(step)
+    def run(program: Program, *args):
+        with preferring(program.cfg.kernels.impl):
+            return step(program, *args)
+
+    return run
 
 
 def batch_sharding(program: Program) -> NamedSharding:
@@ -106,6 +121,7 @@ def _add(path, total: jax.Array, new: jax.Array) -> jax.Array:
     return jnp.maximum(total, new) if path[-1].key in _TAKE_MAX else total + new
 
 
+@_with_kernels
 def gradients(program: Program, state: TrainState, batch: Batch) -> tuple[dict, dict]:
     """Gradient of the step's loss, float32, and the measured values; one pass a microbatch.
 
@@ -211,6 +227,7 @@ def _clip_qk(program: Program, params: dict, aux) -> dict:
     return out
 
 
+@_with_kernels
 def train_step(program: Program, state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
     """One update.
 
@@ -257,6 +274,7 @@ def _metrics(program: Program, state: TrainState, batch: Batch, measured: dict, 
     return out
 
 
+@_with_kernels
 def eval_step(
     program: Program, params: dict, balance: dict, batch: Batch
 ) -> tuple[jax.Array, jax.Array]:

@@ -1,82 +1,88 @@
-"""Times the implementations of `kda` on this machine: `python -m pallas_kernels.kda.bench [cases]`.
+"""`kda` beside the token scan and beside chunks that keep every matrix.
 
-Forward and forward with all gradients, interleaved, best of several rounds after a warm-up;
-temporaries as the compiler states them.
+python -m pallas_kernels.kda.bench
 """
 
-import argparse
-import os
-import time
+import functools
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from pallas_kernels.benching.comparison import Comparison, both_ways, gradients, print_all
 from pallas_kernels.kda import kda, specs
 
-_IMPLS = ("chunked", "ref")
+_NAMES = ("q", "k", "v", "log_decay", "beta")
 
 
-def _programs(case, inputs):
-    """(implementation, "f" or "f+b") -> compiled program."""
-
-    def value(inputs, impl):
-        out, _ = kda(**inputs, chunk=case.chunk, impl=impl)
-        return jnp.sum(out.astype(jnp.float32) ** 2)
-
-    programs = {}
-    for impl in _IMPLS:
-        programs[impl, "f"] = jax.jit(lambda x, impl=impl: value(x, impl))
-        programs[impl, "f+b"] = jax.jit(jax.grad(lambda x, impl=impl: value(x, impl)))
-    return {name: fn.lower(inputs).compile() for name, fn in programs.items()}
-
-
-def _best_s(programs, inputs, rounds):
-    best = dict.fromkeys(programs, float("inf"))
-    for i in range(rounds + 1):
-        for name, program in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(program(inputs))
-            if i:  # the first round warms up
-                best[name] = min(best[name], time.perf_counter() - start)
-    return best
+def comparisons() -> list[Comparison]:
+    """The floors of the README; gradients are those of q, k, v, decays and write strengths."""
+    both = tuple(range(len(_NAMES)))
+    scan = functools.partial(_call, impl="ref")
+    rows = both_ways(
+        "kda", _size("medium"), "token scan", _call, scan, functools.partial(_make, "medium"),
+        argnums=both, backward=(5, 15),
+    )  # fmt: skip
+    rows.append(
+        Comparison(
+            "kda", "forward + backward", _size("wide"), "chunks that keep all matrices",
+            gradients(_call, both), gradients(keep_all, both), functools.partial(_make, "wide"),
+            faster=3, smaller=4,
+        )  # fmt: skip
+    )
+    return rows
 
 
-def run(name: str, rounds: int = 5) -> dict[str, float]:
-    """Times one case, prints its lines, and returns the ratios ref / chunked that they show."""
+def _call(*args: jax.Array, impl: str | None = None) -> jax.Array:
+    return kda(**dict(zip(_NAMES, args, strict=True)), impl=impl)[0]
+
+
+def _make(name: str) -> tuple[jax.Array, ...]:
+    inputs = specs.make_inputs(specs.BENCHES[name])
+    return tuple(inputs[n] for n in _NAMES)
+
+
+def _size(name: str) -> str:
     case = specs.BENCHES[name]
-    inputs = {n: a for n, a in specs.make_inputs(case).items() if a is not None}
-    programs = _programs(case, inputs)
-    best = _best_s(programs, inputs, rounds)
-    temp = {n: p.memory_analysis().temp_size_in_bytes for n, p in programs.items()}
-    print(f"{name}: B{case.B} T{case.T} N{case.N} H{case.H} h{case.h} {case.dtype}")
-    ratios = {}
-    for what in ("f", "f+b"):
-        flops = specs.flops(case) + (specs.flops(case, backward=True) if what == "f+b" else 0)
-        for impl in _IMPLS:
-            seconds = best[impl, what]
-            megabytes = temp[impl, what] / 1e6
-            print(
-                f"  {what:4} {impl:8} {1e3 * seconds:9.1f} ms  {megabytes:8.1f} MB temp"
-                f"  {flops / seconds / 1e9:7.1f} GFLOP/s of the chunked form"
-            )
-        ratios[f"time {what}"] = best["ref", what] / best["chunked", what]
-        ratios[f"memory {what}"] = temp["ref", what] / max(temp["chunked", what], 1)
-    print("  ref / chunked: " + ", ".join(f"{n} {r:.1f}x" for n, r in ratios.items()))
-    return ratios
+    return f"B{case.B} T{case.T} N{case.N} H{case.H}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cases", nargs="*", default=["model", "medium"], help="of specs.BENCHES")
-    parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
-    device = jax.devices()[0]
-    print(f"jax {jax.__version__}, {device.device_kind}, {os.cpu_count()} cores")
-    for name in args.cases:
-        if name not in specs.BENCHES:
-            parser.error(f"no case {name!r}. Use one of {', '.join(specs.BENCHES)}.")
-        run(name, args.rounds)
+def keep_all(
+    q: jax.Array, k: jax.Array, v: jax.Array, log_decay: jax.Array, beta: jax.Array,
+    chunk: int = 64,
+) -> jax.Array:  # fmt: skip
+    """The chunked form as papers print it: every chunk's matrices at once, kept for the backward.
+
+    Divides by decays, so it needs log decays whose sum over a chunk stays above -80.
+    """
+    B, T, N, H = q.shape
+    split = lambda x: jnp.moveaxis(x.reshape(B, T // chunk, chunk, N, -1), 3, 1)  # noqa: E731
+    q, k, v, g = (split(x) for x in (q * H**-0.5, k, v, log_decay))  # B N K c W
+    beta = split(beta[..., None])
+    total = jnp.cumsum(g, axis=3)
+    grown, shrunk = k * jnp.exp(-total), k * jnp.exp(total)
+    eye, below = jnp.eye(chunk), jnp.tril(jnp.ones((chunk, chunk)), -1)
+    inner = beta * below * jnp.einsum("...ih,...jh->...ij", shrunk, grown)
+    wide = jax.scipy.linalg.solve_triangular(
+        eye + inner, jnp.concatenate([beta * v, beta * shrunk], -1), lower=True
+    )
+    u, w = wide[..., : v.shape[-1]], wide[..., v.shape[-1] :]
+    q_in = q * jnp.exp(total)
+    scores = jnp.einsum("...ih,...jh->...ij", q_in, grown) * (below + eye)
+    k_out = k * jnp.exp(total[..., -1:, :] - total)
+
+    def step(state, chunk_of):
+        u, w, q_in, scores, k_out, carry = chunk_of
+        fresh = u - w @ state
+        out = q_in @ state + scores @ fresh
+        return carry[..., None] * state + jnp.swapaxes(k_out, -1, -2) @ fresh, out
+
+    parts = (u, w, q_in, scores, k_out, jnp.exp(total[..., -1, :]))
+    _, out = lax.scan(
+        step, jnp.zeros((B, N, H, v.shape[-1])), [jnp.moveaxis(x, 2, 0) for x in parts]
+    )
+    return out.transpose(1, 0, 3, 2, 4).reshape(B, T, N, -1)
 
 
 if __name__ == "__main__":
-    main()
+    print_all(comparisons())

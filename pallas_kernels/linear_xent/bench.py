@@ -1,39 +1,37 @@
-"""Time and temporaries of linear_xent beside the plain loss."""
+"""`linear_xent` beside the loss of all logits at once: `python -m pallas_kernels.linear_xent.bench`."""
 
-import os
-import time
+import functools
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.benching.comparison import Comparison, print_all
 from pallas_kernels.linear_xent import linear_xent
 
-# tokens, vocabulary, width: one that fits a small test model, one with a large vocabulary
-SHAPES = ((512, 512, 64), (2048, 512, 96), (2048, 32768, 256))
-VARIANTS = {
-    "default": {},
-    "256 rows": {"rows_per_chunk": 256},
-    "256 rows, vocabulary / 8": {"rows_per_chunk": 256, "vocab_per_chunk": 8},
-}
-REPEATS = 5
+# tokens, vocabulary, width, and floors (times faster, times smaller)
+_SHAPES = ((2048, 32768, 256, 1, 6), (2048, 512, 96, None, None))
 
 
-def temp_bytes(compiled) -> int:
-    """Bytes of temporaries of a compiled function; 0 where the platform does not tell."""
-    analysis = compiled.memory_analysis()
-    return analysis.temp_size_in_bytes if analysis is not None else 0
+def comparisons() -> list[Comparison]:
+    """The mean loss with the gradients of x and of the weight."""
+    return [
+        Comparison(
+            "linear_xent", "forward + backward", f"T{tokens} D{width} V{vocab}", "full logits",
+            _mean_and_gradients(linear_xent), _mean_and_gradients(plain),
+            functools.partial(_make, tokens, vocab, width), faster, smaller,
+        )
+        for tokens, vocab, width, faster, smaller in _SHAPES
+    ]  # fmt: skip
 
 
-def plain(x, weight, labels):
-    """The loss from all logits at once."""
+def plain(x: jax.Array, weight: jax.Array, labels: jax.Array) -> tuple[jax.Array, int]:
+    """The loss from all logits at once, and the number of labels."""
     logits = x @ weight.T
     picked = jnp.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
     return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - picked), labels.size
 
 
-def mean_and_gradients(fn):
-    """Mean loss with dx and dW."""
-
+def _mean_and_gradients(fn):
     def mean(x, weight, labels):
         loss, count = fn(x, weight, labels)
         return loss / count
@@ -41,41 +39,12 @@ def mean_and_gradients(fn):
     return jax.value_and_grad(mean, argnums=(0, 1))
 
 
-def main() -> None:
-    """Prints one line per shape and variant; runs take turns, the best of each counts."""
-    device = jax.devices()[0]
-    print(f"jax {jax.__version__}, {device.device_kind}, {os.cpu_count()} cores, float32")
-    print("tokens vocabulary width: milliseconds and MB of temporaries, ours / plain")
-    for num_tokens, num_vocab, width in SHAPES:
-        keys = jax.random.split(jax.random.key(0), 3)
-        x = jax.random.normal(keys[0], (num_tokens, width))
-        weight = jax.random.normal(keys[1], (num_vocab, width))
-        labels = jax.random.randint(keys[2], (num_tokens,), 0, num_vocab)
-        fns = {"plain": plain}
-        for name, options in VARIANTS.items():
-            options = dict(options)
-            if "vocab_per_chunk" in options:
-                options["vocab_per_chunk"] = num_vocab // options["vocab_per_chunk"]
-            fns[name] = lambda *a, options=options: linear_xent(*a, **options)
-        arguments = x, weight, labels
-        compiled = {
-            name: jax.jit(mean_and_gradients(fn)).lower(*arguments).compile()
-            for name, fn in fns.items()
-        }
-        best = dict.fromkeys(compiled, float("inf"))
-        for _ in range(REPEATS):
-            for name, fn in compiled.items():
-                start = time.perf_counter()
-                jax.block_until_ready(fn(*arguments))
-                best[name] = min(best[name], time.perf_counter() - start)
-        memory = {n: temp_bytes(c) / 1e6 for n, c in compiled.items()}
-        for name in VARIANTS:
-            print(
-                f"{num_tokens} {num_vocab} {width} {name}: "
-                f"{best[name] * 1e3:.2f} / {best['plain'] * 1e3:.2f} ms, "
-                f"{memory[name]:.1f} / {memory['plain']:.1f} MB"
-            )
+def _make(tokens: int, vocab: int, width: int) -> tuple[jax.Array, ...]:
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (tokens, width))
+    weight = jax.random.normal(keys[1], (vocab, width))
+    return x, weight, jax.random.randint(keys[2], (tokens,), 0, vocab)
 
 
 if __name__ == "__main__":
-    main()
+    print_all(comparisons())
