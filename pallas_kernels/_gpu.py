@@ -93,27 +93,50 @@ def dot(
     )
 
 
-def load_rows(ref: Any, rows: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-    """`ref[rows, :]` of a reference of two dims; zeros where `mask` [i] is False.
+def load_rows(
+    ref: Any, rows: jax.Array, mask: jax.Array | None = None,
+    columns: tuple[Any, int] | None = None,
+) -> jax.Array:  # fmt: skip
+    """`ref[rows, :]` of a reference of two dims; zeros where `mask`, of [i] or [i, j], is False.
 
-    Where masked, `rows` may hold anything.
+    Where masked, `rows` and columns may be anything. `columns` is the first one and how many.
     """
+    start, width = columns or (0, ref.shape[1])
+    if interpreted() and mask is not None:  # which knows no mask beside an index array
+        where = _of_all(mask, rows, width)
+        safe = jnp.where(where, rows[:, None], 0), jnp.where(where, _columns(start, width), 0)
+        return jnp.where(where, ref[safe], jnp.zeros((), ref.dtype))
+    at = ref.at[rows, pl.ds(start, width)]
     if mask is None:
-        return pltriton.load(ref.at[rows, :])
-    if interpreted():  # which knows no mask beside an index array
-        values = ref[jnp.where(mask, rows, 0), :]
-        return jnp.where(mask[:, None], values, jnp.zeros((), values.dtype))
-    where = jnp.broadcast_to(mask[:, None], (rows.shape[0], ref.shape[1]))
-    return pltriton.load(ref.at[rows, :], mask=where, other=jnp.zeros((), ref.dtype))
+        return pltriton.load(at)
+    where = _of_all(mask, rows, width)
+    return pltriton.load(at, mask=where, other=jnp.zeros((), ref.dtype))
 
 
-def store_rows(ref: Any, rows: jax.Array, values: jax.Array, mask: jax.Array) -> None:
-    """`ref[rows[i], :] = values[i, :]` where `mask` [i] is True."""
+def store_rows(
+    ref: Any, rows: jax.Array, values: jax.Array, mask: jax.Array,
+    columns: tuple[Any, int] | None = None,
+) -> None:  # fmt: skip
+    """`ref[rows[i], :] = values[i, :]` where `mask`, of [i] or [i, j], is True.
+
+    No row twice; `columns` as in `load_rows`.
+    """
+    start, width = columns or (0, ref.shape[1])
+    where, values = _of_all(mask, rows, width), values.astype(ref.dtype)
     if not interpreted():
-        where = jnp.broadcast_to(mask[:, None], values.shape)
-        pltriton.store(ref.at[rows, :], values.astype(ref.dtype), mask=where)
+        pltriton.store(ref.at[rows, pl.ds(start, width)], values, mask=where)
         return
-    _row_by_row(ref, rows, values, mask, lambda _, new: new)
+    # what lies outside is dropped, which a mask beside index arrays is not: it would write back
+    outside = jnp.where(where, rows[:, None], ref.shape[0])
+    ref[outside, jnp.broadcast_to(_columns(start, width), where.shape)] = values
+
+
+def _of_all(mask: jax.Array, rows: jax.Array, width: int) -> jax.Array:
+    return jnp.broadcast_to(mask if mask.ndim == 2 else mask[:, None], (rows.shape[0], width))
+
+
+def _columns(start: Any, width: int) -> jax.Array:
+    return (start + jnp.arange(width, dtype=jnp.int32))[None, :]
 
 
 def add_rows(ref: Any, rows: jax.Array, values: jax.Array, mask: jax.Array) -> None:

@@ -110,7 +110,7 @@ def _compiled(hardware: Hardware, platform: str, device: Any, case: GateCase) ->
 
 def _pallas_kernels(hlo: str) -> set[str]:
     """Names of the Triton kernels that a program calls."""
-    return set(re.findall(r"(\w+)/pallas_call", hlo))
+    return set(re.findall(r"(\w+)\)*/pallas_call", hlo))  # transpose(jvp(name)) in a gradient
 
 
 def _resources(folder: pathlib.Path, sm: str, ours: set[str]) -> list[dict[str, Any]]:

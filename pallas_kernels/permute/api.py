@@ -3,12 +3,16 @@
 from jaxtyping import Array, Float
 
 from pallas_kernels import choose
-from pallas_kernels.permute import chunked, ref
+from pallas_kernels.permute import chunked, pallas_gpu, ref
 from pallas_kernels.permute.plan import PermutePlan
 
-_PERMUTE = {"chunked": chunked.permute, "ref": ref.permute}
-_UNPERMUTE = {"chunked": chunked.unpermute, "ref": ref.unpermute}
-_ORDER = {"cpu": ("chunked",)}
+_PERMUTE = {"pallas_gpu": pallas_gpu.permute, "chunked": chunked.permute, "ref": ref.permute}
+_UNPERMUTE = {
+    "pallas_gpu": pallas_gpu.unpermute,
+    "chunked": chunked.unpermute,
+    "ref": ref.unpermute,
+}
+_ORDER = {"gpu": ("pallas_gpu", "chunked"), "cpu": ("chunked",)}
 
 
 def permute(
@@ -22,7 +26,7 @@ def permute(
     Args:
       x: [M, L], any floating dtype.
       plan: from `plan_permute` of the same M tokens.
-      impl: None, "chunked" or "ref".
+      impl: None, "pallas_gpu", "chunked" or "ref".
     Returns:
       [M*A, L] in x's dtype.
     Raises:
@@ -54,7 +58,7 @@ def unpermute(
       rows: [M*A, L] in the order of the plan.
       weights: [M, A], float32 as the router gives them.
       plan: from `plan_permute`.
-      impl: None, "chunked" or "ref".
+      impl: None, "pallas_gpu", "chunked" or "ref".
     Returns:
       [M, L] in rows' dtype.
     Raises:

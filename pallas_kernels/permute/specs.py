@@ -5,6 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gate_case import GateCase
+from pallas_kernels.permute.api import permute, unpermute
+from pallas_kernels.permute.plan import PermutePlan
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
@@ -46,3 +50,45 @@ def make_inputs(case: Case, seed: int = 0):
     ids = jax.random.randint(keys[2], shape, 0, case.num_experts)
     unrouted = jax.random.bernoulli(keys[3], case.unrouted, shape)
     return x, weights, jnp.where(unrouted, case.num_experts, ids)
+
+
+def gate_cases(platform: str) -> list[GateCase]:
+    """What must compile: K3's and Kimi-Linear's routed rows, both ways, with their gradients."""
+    if platform != "gpu":
+        return []
+    cases = []
+    for model, (tokens, active, experts, width) in {
+        "K3": (8192, 16, 896, 3584), "Kimi-Linear": (8192, 8, 256, 2304),
+    }.items():  # fmt: skip
+        num_rows = tokens * active
+        plan = [
+            jax.ShapeDtypeStruct(shape, jnp.int32)
+            for shape in ((num_rows,), (tokens, active), (experts,))
+        ]
+        x = jax.ShapeDtypeStruct((tokens, width), jnp.bfloat16)
+        rows = jax.ShapeDtypeStruct((num_rows, width), jnp.bfloat16)
+        weights = jax.ShapeDtypeStruct((tokens, active), jnp.float32)
+        cases += [
+            GateCase(f"permute {model}", _both_ways(_permute), (x, rows, *plan), quick=True),
+            GateCase(f"unpermute {model}", _both_ways(_unpermute), (rows, weights, x, *plan)),
+        ]
+    return cases
+
+
+def _permute(x, *plan):
+    return permute(x, PermutePlan(*plan), impl="pallas_gpu")
+
+
+def _unpermute(rows, weights, *plan):
+    return unpermute(rows, weights, PermutePlan(*plan), impl="pallas_gpu")
+
+
+def _both_ways(fn):
+    """The function and its pullback, of arguments, a cotangent and the three parts of a plan."""
+
+    def run(*args):
+        *inputs, cotangent = args[:-3]
+        out, pullback = jax.vjp(lambda *a: fn(*a, *args[-3:]), *inputs)
+        return out, pullback(cotangent)
+
+    return run
