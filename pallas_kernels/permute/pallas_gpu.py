@@ -121,7 +121,9 @@ def _copy_body(part, num_real_ref, positions_ref, x_ref, out_ref):
 def _weighted_copy(d_out_ML, rows_RL, weights_MA, plan):
     """d_rows, and the dot of each token's d_out with its rows: both gradients of unpermute."""
     (num_tokens, num_slots), width = plan.positions.shape, rows_RL.shape[1]
-    part = _Part(tiles_for(num_tokens, width), num_tokens, num_slots, width)
+    tiles = tiles_for(num_tokens, width)
+    tiles = tiles._replace(tokens=tiles.gradient_tokens)
+    part = _Part(tiles, num_tokens, num_slots, width)
     weights = weights_MA.astype(jnp.float32).reshape(-1)
     given = [_num_real(plan), plan.positions.reshape(-1), d_out_ML, rows_RL, weights]
     out = [
@@ -176,11 +178,13 @@ class _Part(NamedTuple):
         return pl.cdiv(self.width, self.tiles.columns)
 
     def call(self, body, name, grid, given, out):
+        def one(*refs):
+            body(self._replace(program=pl.program_id(0)), *refs)
+
         whole = lambda a: pl.BlockSpec(a.shape, lambda *_: (0,) * len(a.shape))  # noqa: E731
         return _gpu.call(
-            lambda *refs: body(self._replace(program=pl.program_id(0)), *refs), name=name, grid=grid,
-            in_specs=[whole(a) for a in given], out_specs=jax.tree.map(whole, out), out_shape=out,
-            warps=self.tiles.warps,
+            one, name=name, grid=grid, in_specs=[whole(a) for a in given],
+            out_specs=jax.tree.map(whole, out), out_shape=out, warps=self.tiles.warps,
         )(*given)  # fmt: skip
 
     def tokens(self):
@@ -194,7 +198,9 @@ class _Part(NamedTuple):
     def columns(self, c):
         """Part c of the columns, and [m, l] where there are such tokens and columns."""
         start = c * self.tiles.columns
-        inside_ml = jnp.broadcast_to(self.are_tokens()[:, None], self.tiles[:2])
+        inside_ml = jnp.broadcast_to(
+            self.are_tokens()[:, None], (self.tiles.tokens, self.tiles.columns)
+        )
         if self.width % self.tiles.columns:
             column_l = start + jnp.arange(self.tiles.columns, dtype=jnp.int32)
             inside_ml &= (column_l < self.width)[None, :]
