@@ -73,7 +73,7 @@ def store(ref: Any, value: jax.Array, mask: jax.Array | None = None) -> None:
 
 def dot(
     a: jax.Array, b: jax.Array, *, trans_a: bool = False, trans_b: bool = False,
-    exact: bool = False,
+    exact: bool = False, nearly_exact: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Product of two tiles, summed in float32.
 
@@ -81,13 +81,15 @@ def dot(
       trans_a, trans_b: the tile is to be read across.
       exact: products of float32 are those of float32; otherwise a GPU may round their factors to
         TF32, 10 bits. Half precision is always exact.
+      nearly_exact: factors of float32 keep 16 bits, at three products of bfloat16.
     """
     contract = ((0 if trans_a else 1,), (1 if trans_b else 0,))
     precision: Any = None
     if a.dtype == jnp.float32:
         precision = lax.Precision.HIGHEST
         if not exact and not interpreted():
-            precision = lax.DotAlgorithmPreset.TF32_TF32_F32
+            presets = lax.DotAlgorithmPreset
+            precision = presets.BF16_BF16_F32_X3 if nearly_exact else presets.TF32_TF32_F32
     return lax.dot_general(
         a, b, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32
     )
