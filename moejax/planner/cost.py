@@ -24,7 +24,7 @@ class Cost(NamedTuple):
 
 _NOTHING = Cost(0.0, 0.0)
 # Names for what is there already, and the ends of what began before.
-_FREE = frozenset(
+FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all add-dependency partition-id "
     "replica-id opt-barrier optimization-barrier domain iota".split()
 )
@@ -67,7 +67,7 @@ def product_flops(found: Instruction, body: Body) -> float:
 def cost(found: Instruction, body: Body, computations: dict[str, Body]) -> Cost:
     """One run of an instruction, with all that it calls; collectives and what is free cost 0."""
     opcode = found.opcode
-    if opcode in _FREE or opcode.endswith(("-start", "-done", "-update")):
+    if opcode in FREE or opcode.endswith(("-start", "-done", "-update")):
         return _NOTHING
     if opcode in ("while", "conditional", "call"):
         inner = [computation_cost(name, computations) for name in called_by(found)]

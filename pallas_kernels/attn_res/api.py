@@ -4,10 +4,19 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import choose
-from pallas_kernels.attn_res import chunked, ref
+from pallas_kernels.attn_res import chunked, pallas_gpu, pallas_tpu, ref
 
-_IMPLS = {"chunked": chunked.attn_res, "ref": ref.attn_res}
-_ORDER = {"cpu": ("chunked",)}
+_IMPLS = {
+    "pallas_gpu": pallas_gpu.attn_res,
+    "pallas_tpu": pallas_tpu.attn_res,
+    "chunked": chunked.attn_res,
+    "ref": ref.attn_res,
+}
+_ORDER = {
+    "gpu": ("pallas_gpu", "chunked"),
+    "tpu": ("pallas_tpu", "chunked"),
+    "cpu": ("chunked",),
+}
 
 
 def attn_res(
@@ -30,7 +39,7 @@ def attn_res(
       num_sources: how many of the X count, from 1; an int or a traced int32 scalar. None for all.
         The others may hold anything, and get a zero gradient.
       eps: of the RMS norm.
-      impl: None, "chunked" or "ref".
+      impl: None, "pallas_gpu", "pallas_tpu", "chunked" or "ref".
     Returns:
       [B, T, D] in the sources' dtype.
     Raises:

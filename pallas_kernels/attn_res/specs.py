@@ -3,6 +3,10 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attn_res.api import attn_res
+from pallas_kernels.gate_case import GateCase
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,3 +41,26 @@ def make_inputs(case: Case, seed: int = 0, unused: float = 0.0):
     shape = (case.num_sources, case.batch, case.length, case.width)
     sources = jax.random.normal(keys[2], shape).astype(case.dtype)
     return query, norm_weight, sources.at[case.used :].set(unused)
+
+
+def gate_cases(platform: str) -> list[GateCase]:
+    """What must compile: K3's mix of 9 of 9 places, forward and with its gradient."""
+    shape = jax.ShapeDtypeStruct
+    vector, number = shape((7168,), jnp.float32), shape((), jnp.int32)
+    sources, mix = shape((9, 1, 8192, 7168), jnp.bfloat16), shape((1, 8192, 7168), jnp.bfloat16)
+
+    def forward(query, norm_weight, sources, num_sources):
+        return attn_res(
+            query, norm_weight, sources, num_sources=num_sources, eps=1e-5,
+            impl=f"pallas_{platform}",
+        )  # fmt: skip
+
+    def gradient(*args):
+        *inputs, num_sources, d_mix = args
+        return jax.vjp(lambda *a: forward(*a, num_sources), *inputs)[1](d_mix)
+
+    inputs = (vector, vector, sources, number)
+    return [
+        GateCase("attn_res forward K3", forward, inputs, quick=True),
+        GateCase("attn_res backward K3", gradient, (*inputs, mix), quick=True),
+    ]

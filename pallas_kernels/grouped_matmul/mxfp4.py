@@ -25,6 +25,12 @@ def decode(packed, scales, dtype):
     bytes_ = packed.reshape(*outer, blocks, BLOCK // 2, 1, width).astype(jnp.int32)
     code = (bytes_ >> jnp.array([0, 4], jnp.int32)[:, None]) & 15
     scale = scales.reshape(*outer, blocks, 1, 1, width).astype(jnp.int32)
+    bits = bits_of(code, scale).reshape(*outer, half * 2, width)
+    return values_of(bits, dtype)
+
+
+def bits_of(code, scale):
+    """Bits of the bfloat16 of E2M1 codes under E8M0 scales, all int32 of shapes that broadcast."""
     size = code & 7
     # Exponent and mantissa of a code, moved to those of a bfloat16, only miss the scale; 0.5 is
     # the one that E2M1 writes without its leading 1.
@@ -32,8 +38,11 @@ def decode(packed, scales, dtype):
     bits = jnp.where((size == 1) & (scale > 1), bits - 64, bits)
     bits = jnp.where((size < 4) & (scale == 0), size << 5, bits)  # below bfloat16's normal range
     bits = jnp.where(size == 0, 0, jnp.minimum(bits, 0x7F80))
-    bits = jnp.where(scale == 255, 0x7FC0, bits) | ((code & 8) << 12)
-    bits = bits.reshape(*outer, half * 2, width)
+    return jnp.where(scale == 255, 0x7FC0, bits) | ((code & 8) << 12)
+
+
+def values_of(bits, dtype):
+    """Numbers whose bfloat16 has the int32 `bits`, in `dtype`."""
     if dtype == jnp.bfloat16:
         return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
     return lax.bitcast_convert_type(bits << 16, jnp.float32).astype(dtype)

@@ -5,7 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gate_case import GateCase
 from pallas_kernels.grouped_matmul import mxfp4
+from pallas_kernels.grouped_matmul.api import grouped_matmul
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,3 +92,88 @@ def make_all(case: Case, seed: int = 0) -> dict:
         b_shape = (num_groups, case.rank, f_dim)
         out["b"] = (jax.random.normal(keys[1], b_shape)).astype(case.dtype)
     return out
+
+
+# Of one device: both maps of K3's experts where 64 devices share them, and of Kimi-Linear's, all.
+_UP = {"K3": (14, 3584, 6144), "Kimi-Linear": (256, 2304, 2048)}
+_DOWN = {"K3": (14, 3072, 3584), "Kimi-Linear": (256, 1024, 2304)}
+_GATE_ROWS, _GATE_RANK = 65_536, 16
+_FORWARD = ("grouped_rows",)
+_BACKWARD = ("grouped_drows", "grouped_dbase")
+
+
+def gate_cases(platform: str) -> list[GateCase]:
+    """Forward and backward at 65,536 rows of bfloat16: plain, with adapters, with packed weights."""
+    del platform
+    cases = [
+        GateCase("grouped up forward K3", _forward("situ"), _gate_args(_UP["K3"]), _FORWARD, True)
+    ]
+    for model in ("K3", "Kimi-Linear"):
+        for name, shape, act in (("up", _UP[model], "situ"), ("down", _DOWN[model], None)):
+            bound = (*_BACKWARD, "grouped_dh") if act else _BACKWARD
+            args = (*_gate_args(shape), _cotangent(shape, act))
+            cases.append(
+                GateCase(f"grouped {name} gradients {model}", _gradients(act), args, bound)
+            )
+    for packed in (False, True):
+        for name, shape, act in (("up", _UP["K3"], "situ"), ("down", _DOWN["K3"], None)):
+            bound = ("grouped_rows", "grouped_drows", *(("grouped_dh",) if act else ()))
+            args = _lora_args(shape, act, packed)
+            kind = "MXFP4 LoRA" if packed else "LoRA"
+            cases.append(GateCase(f"grouped {name} {kind} K3", _adapters(act), args, bound))
+    return cases
+
+
+def _gate_args(shape):
+    num_groups, k_dim, _ = shape
+    return (
+        jax.ShapeDtypeStruct((_GATE_ROWS, k_dim), "bfloat16"),
+        jax.ShapeDtypeStruct(shape, "bfloat16"),
+        jax.ShapeDtypeStruct((num_groups,), "int32"),
+    )
+
+
+def _cotangent(shape, activation):
+    return jax.ShapeDtypeStruct((_GATE_ROWS, shape[2] // (2 if activation else 1)), "bfloat16")
+
+
+def _lora_args(shape, activation, packed):
+    """One first factor for all groups where the map goes up, one a group where it goes down."""
+    num_groups, k_dim, f_dim = shape
+    rows, weights, sizes = _gate_args(shape)
+    a = (k_dim, _GATE_RANK) if activation else (num_groups, k_dim, _GATE_RANK)
+    b = num_groups, _GATE_RANK, f_dim
+    adapters = [jax.ShapeDtypeStruct(s, "bfloat16") for s in (a, b)]
+    if packed:
+        codes = (num_groups, k_dim // 2, f_dim), (num_groups, k_dim // mxfp4.BLOCK, f_dim)
+        base = tuple(jax.ShapeDtypeStruct(s, "uint8") for s in codes)
+    else:
+        base = (weights,)
+    return (rows, *adapters, sizes, _cotangent(shape, activation), *base)
+
+
+def _forward(activation):
+    return lambda rows, weights, sizes: grouped_matmul(rows, weights, sizes, activation=activation)
+
+
+def _gradients(activation):
+    def fn(rows, weights, sizes, d_out):
+        product = lambda r, w: grouped_matmul(r, w, sizes, activation=activation)  # noqa: E731
+        return jax.vjp(product, rows, weights)[1](d_out)
+
+    return fn
+
+
+def _adapters(activation):
+    """Values, and gradients of all but the base."""
+
+    def fn(rows, a, b, sizes, d_out, base, scales=None):
+        def product(rows, a, b):
+            return grouped_matmul(
+                rows, base, sizes, activation=activation, scales=scales, lora=(a, b)
+            )
+
+        out, pullback = jax.vjp(product, rows, a, b)
+        return out, pullback(d_out)
+
+    return fn

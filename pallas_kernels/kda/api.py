@@ -3,11 +3,15 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import choose
-from pallas_kernels.kda import chunked, composed, ref
+from pallas_kernels.kda import chunked, composed, pallas_gpu, ref
 
-_IMPLS = {"chunked": chunked.kda, "ref": ref.kda}
-_FUSED = {"chunked": composed.fused(chunked.kda), "ref": composed.fused(ref.kda)}
-_ORDER = {"cpu": ("chunked",)}
+_IMPLS = {"pallas_gpu": pallas_gpu.kda, "chunked": chunked.kda, "ref": ref.kda}
+_FUSED = {
+    "pallas_gpu": pallas_gpu.kda_fused,
+    "chunked": composed.fused(chunked.kda),
+    "ref": composed.fused(ref.kda),
+}
+_ORDER = {"gpu": ("pallas_gpu", "chunked"), "cpu": ("chunked",)}
 
 
 def kda(

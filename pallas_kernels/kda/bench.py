@@ -53,7 +53,8 @@ def keep_all(
 ) -> jax.Array:  # fmt: skip
     """The chunked form as papers print it: every chunk's matrices at once, kept for the backward.
 
-    Divides by decays, so it needs log decays whose sum over a chunk stays above -80.
+    Divides by decays, so it needs log decays whose sum over a chunk stays above -80, and inverts by
+    powers, so it needs keys that differ. Its gradient by `solve_triangular` hangs XLA's CPU threads.
     """
     B, T, N, H = q.shape
     split = lambda x: jnp.moveaxis(x.reshape(B, T // chunk, chunk, N, -1), 3, 1)  # noqa: E731
@@ -63,10 +64,10 @@ def keep_all(
     grown, shrunk = k * jnp.exp(-total), k * jnp.exp(total)
     eye, below = jnp.eye(chunk), jnp.tril(jnp.ones((chunk, chunk)), -1)
     inner = beta * below * jnp.einsum("...ih,...jh->...ij", shrunk, grown)
-    wide = jax.scipy.linalg.solve_triangular(
-        eye + inner, jnp.concatenate([beta * v, beta * shrunk], -1), lower=True
-    )
-    u, w = wide[..., : v.shape[-1]], wide[..., v.shape[-1] :]
+    inverse, power = eye - inner, inner @ inner
+    for _ in range(chunk.bit_length() - 2):  # (1 + a)^-1 = (1 - a)(1 + a^2)(1 + a^4) ...
+        inverse, power = inverse + inverse @ power, power @ power
+    u, w = inverse @ (beta * v), inverse @ (beta * shrunk)
     q_in = q * jnp.exp(total)
     scores = jnp.einsum("...ih,...jh->...ij", q_in, grown) * (below + eye)
     k_out = k * jnp.exp(total[..., -1:, :] - total)
