@@ -1,9 +1,13 @@
 """Cases that tests and benchmarks of `kda` share, their tolerances, and what a case costs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.gate_case import GateCase
 
 
 @dataclass(frozen=True)
@@ -102,3 +106,59 @@ def least_bytes(case: Case, *, backward: bool = False) -> int:
 
 def _unit(x):
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def gate_cases(platform: str) -> list[GateCase]:
+    """What must compile at the sizes of Kimi K3 and Kimi Linear."""
+    makers = {"gpu": _gpu_gate_cases}
+    return makers[platform]() if platform in makers else []
+
+
+def _gpu_gate_cases() -> list[GateCase]:
+    kernels = ("kda_prep", "kda_scan")
+    return [
+        case
+        for name, bound in (("kimi_k3", -5.0), ("kimi_linear", None))
+        for case in (
+            GateCase(
+                f"kda forward {name}", fused_output(bound), fused_shapes(BENCHES[name]), kernels,
+                quick=name == "kimi_k3",
+            ),
+            GateCase(
+                f"kda backward {name}", fused_gradients(bound), fused_shapes(BENCHES[name]),
+                (*kernels, "kda_grads"), quick=name == "kimi_k3",
+            ),
+        )
+    ]  # fmt: skip
+
+
+def fused_shapes(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Of q, k, v, gate, beta_logits, a_log, dt_bias and segment ids of `kda_fused`."""
+    B, T, N, H, h, Nv = case.B, case.T, case.N, case.H, case.h, case.Nv or case.N
+    tokens = ((N, H), (N, H), (Nv, h), (Nv, H), (Nv,))
+    return (
+        *(jax.ShapeDtypeStruct((B, T, *dims), jnp.dtype(case.dtype)) for dims in tokens),
+        *(jax.ShapeDtypeStruct(dims, jnp.float32) for dims in ((Nv,), (Nv, H))),
+        jax.ShapeDtypeStruct((B, T), jnp.int32),
+    )
+
+
+def fused_output(lower_bound: float | None) -> Callable[..., Any]:
+    """Output and final state from what `fused_shapes` lists."""
+    from pallas_kernels.kda import kda_fused  # which imports kernels, which some users do not need
+
+    def forward(*args: jax.Array) -> Any:
+        return kda_fused(*args[:7], lower_bound=lower_bound, segment_ids=args[7], impl="pallas")
+
+    return forward
+
+
+def fused_gradients(lower_bound: float | None) -> Callable[..., Any]:
+    """Gradients of all floating inputs from what `fused_shapes` lists."""
+    forward = fused_output(lower_bound)
+
+    def backward(*args: jax.Array) -> Any:
+        (out, state), pullback = jax.vjp(lambda *floats: forward(*floats, args[7]), *args[:7])
+        return pullback((out, state))
+
+    return backward

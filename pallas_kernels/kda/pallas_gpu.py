@@ -1,0 +1,138 @@
+"""Kimi Delta Attention for NVIDIA GPUs: two kernels forward, three back. README.md has the maths.
+
+Forward, `kda_prep` takes the raw inputs of each chunk to all that does not need a state, and
+`kda_scan` carries the states. Kept for the gradient: the inputs, entry states, and the two
+triangles of each chunk. Back, `kda_prep_again` makes the rest anew, `kda_scan_back` carries the
+states' gradients, and `kda_grads` gives those of all inputs.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kda import composed
+from pallas_kernels.kda.pallas_gpu_chunk import Form
+from pallas_kernels.kda.pallas_gpu_grads import gradients
+from pallas_kernels.kda.pallas_gpu_prep import Inputs, prepare
+from pallas_kernels.kda.pallas_gpu_scan import scan, scan_back
+from pallas_kernels.kda.tiles import Tiles, tiles_for
+
+
+def kda(q, k, v, log_decay, beta, *, segment_ids, initial_state, scale, chunk):
+    """`api.kda` with every default filled in; `chunk` is that of the tiles."""
+    del chunk
+    heads = log_decay.shape[2:]
+    form = Form(False, None, scale, q.shape[1])
+    weights = jnp.zeros(heads[:1], jnp.float32), jnp.zeros(heads, jnp.float32)
+    return _run(form, v.dtype, q, k, v, log_decay, beta, *weights, segment_ids, initial_state)
+
+
+def kda_fused(
+    q, k, v, gate, beta_logits, a_log, dt_bias, *, lower_bound, segment_ids, initial_state,
+    scale, chunk, return_transition,
+):  # fmt: skip
+    """`api.kda_fused` with every default filled in; `chunk` is that of the tiles."""
+    del chunk
+    form = Form(True, lower_bound, scale, q.shape[1])
+
+    def run(values, entry, out_dtype):
+        inputs = (q, k, values, gate, beta_logits, a_log, dt_bias)
+        return _run(form, out_dtype, *inputs, segment_ids, entry)
+
+    if not return_transition:
+        return run(v, initial_state, v.dtype)
+    # 0 and 1 are exact in any dtype; the output is not rounded before it meets the entry state
+    wide = functools.partial(run, out_dtype=jnp.float32)
+    return composed.with_transition(wide, v, q.shape[-1], v.dtype, initial_state)
+
+
+def _run(form: Form, out_dtype, q, k, v, gate, beta, a_log, dt_bias, segment_ids, initial_state):
+    _refuse(q, k, v, gate, beta)
+    B, T, Nv, h = v.shape
+    H = q.shape[-1]
+    tiles = tiles_for(H, h)
+    padding = -T % tiles.chunk
+    if segment_ids is None:
+        segment_ids = jnp.ones((B, T), jnp.int32)
+    # the last document goes on, so that the state at the end is that of position T
+    ids = jnp.pad(segment_ids.astype(jnp.int32), ((0, 0), (0, padding)), mode="edge")
+    before = jnp.maximum(jnp.arange(0, T + padding, tiles.chunk) - 1, 0)
+    if initial_state is None:
+        initial_state = jnp.zeros((B, Nv, H, h), jnp.float32)
+    filled = (_filled(x, padding) for x in (q, k, v, gate, beta))
+    x = Inputs(*filled, a_log, dt_bias, ids, jnp.take(ids, before, axis=1))
+    out, final_state = _kda(form, out_dtype, tiles, x, initial_state)
+    return out[:, :T], final_state
+
+
+def _refuse(q, k, v, gate, beta) -> None:
+    """Raises NotImplementedError where the kernels cannot take the arguments."""
+    H, h = q.shape[-1], v.shape[-1]
+    if q.dtype not in (jnp.bfloat16, jnp.float32) or not q.dtype == k.dtype == v.dtype:
+        raise NotImplementedError(
+            f"q, k, v of {q.dtype}, {k.dtype}, {v.dtype} are not all bfloat16 or all float32"
+        )
+    if any(x.dtype.itemsize > 4 for x in (gate, beta)):
+        raise NotImplementedError(f"gate of {gate.dtype} or beta of {beta.dtype} is too wide")
+    if H & (H - 1) or not 16 <= H <= 256:
+        raise NotImplementedError(f"head width {H} is not 16, 32, 64, 128 or 256")
+    if h % 16 or h > 512:
+        raise NotImplementedError(f"value width {h} is not a multiple of 16 up to 512")
+
+
+def _filled(x, padding: int):
+    return jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2)) if padding else x
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _kda(form: Form, out_dtype, tiles: Tiles, x: Inputs, initial_BNHh):
+    return _forward(form, out_dtype, tiles, x, initial_BNHh, keep=False)[0]
+
+
+def _forward(form: Form, out_dtype, tiles: Tiles, x: Inputs, initial_BNHh, *, keep: bool):
+    prepared, fresh, scores, inverses = prepare(form, x, tiles)
+    initial_GHh = initial_BNHh.reshape(-1, *initial_BNHh.shape[2:])
+    out, final, *states = scan(
+        x, prepared, fresh, scores, initial_GHh, tiles, keep=keep, out_dtype=out_dtype
+    )
+    return (out, final.reshape(initial_BNHh.shape)), (scores, inverses, *states)
+
+
+def _kda_fwd(form, out_dtype, tiles, x, initial_BNHh):
+    results, kept = _forward(form, out_dtype, tiles, x, initial_BNHh, keep=True)
+    return results, (x, kept, jnp.zeros(0, initial_BNHh.dtype))
+
+
+def _kda_bwd(form, out_dtype, tiles, residuals, cotangents):
+    x, (scores, inverses, entries), initial = residuals
+    d_out, d_final = cotangents
+    prepared = prepare(form, x, tiles, solved=inverses)
+    d_written, d_exits, d_initial = scan_back(
+        form, x, prepared, scores, d_out, d_final.reshape(-1, *d_final.shape[2:]), tiles
+    )
+    grads = gradients(form, x, inverses, entries, d_exits, d_written, d_out, tiles)
+    d_inputs = Inputs(
+        _group_sum(grads.q_BPNH, x.q_BPNH), _group_sum(grads.k_BPNH, x.k_BPNH), *grads[2:5],
+        _head_sum(grads.a_log_GCH, x).sum(-1).astype(x.a_log_N.dtype),
+        _head_sum(grads.dt_bias_GCH, x).astype(x.dt_bias_NH.dtype), None, None,
+    )  # fmt: skip
+    return d_inputs, d_initial.reshape(d_final.shape).astype(initial.dtype)
+
+
+_kda.defvjp(_kda_fwd, _kda_bwd)
+
+
+def _group_sum(grad_BPNH, x_BPNH):
+    """Sum over the value heads that share a key head."""
+    if grad_BPNH.shape == x_BPNH.shape:
+        return grad_BPNH
+    B, P, N, H = x_BPNH.shape
+    wide = grad_BPNH.astype(jnp.float32).reshape(B, P, N, -1, H)
+    return wide.sum(3).astype(x_BPNH.dtype)
+
+
+def _head_sum(shares_GCH, x: Inputs):
+    """Sum over rows and chunks: [Nv, H]."""
+    Nv, H = x.dt_bias_NH.shape
+    return shares_GCH.reshape(-1, Nv, *shares_GCH.shape[1:]).sum((0, 2))

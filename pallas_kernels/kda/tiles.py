@@ -1,0 +1,29 @@
+"""Tile sizes of the GPU kernels, and why."""
+
+from typing import NamedTuple
+
+
+class Tiles(NamedTuple):
+    """What a kernel of `kda` is cut into.
+
+    Attributes:
+      chunk: positions whose pairs are one matrix; 64 rows are the least that a Hopper warp group
+        multiplies at once, and 128 would take four times the registers for pairs.
+      columns: of the state and the values that one program of a scan carries. They are independent,
+        so fewer of them mean more programs: at 64, 96 heads of 128 are 192, on 132 processors.
+      prep_warps, scan_warps, grads_warps: of a program. A tile of 64 x 128 numbers takes 64
+        registers a thread with 4 warps, 32 with 8.
+      stages: of the software pipeline of loops.
+    """
+
+    chunk: int = 64
+    columns: int = 64
+    prep_warps: int = 8
+    scan_warps: int = 4
+    grads_warps: int = 8
+    stages: int = 2
+
+
+def tiles_for(H: int, h: int) -> Tiles:
+    """Tiles for keys of H and values of h channels; compiled, not timed."""
+    return Tiles(columns=min(64, h & -h))
