@@ -36,9 +36,20 @@ _QUICK = (
 )
 
 
+# Folders whose files share runs that take a minute: one process of several takes them whole.
+_TOGETHER = ("cli", "e2e")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the quick tier; skips what needs a GPU where there is none, and says what to do."""
+    """Marks the quick tier, and what one of several processes is to run whole.
+
+    Skips what needs a GPU where there is none, and says what to do.
+    """
     here = Path(__file__).parent
+    for item in items:
+        file = item.path.relative_to(here)
+        together = file.parts[0] if file.parts[0] in _TOGETHER else str(file.with_suffix(""))
+        item.add_marker(pytest.mark.xdist_group(together))
     quick = {here / name for name in _QUICK}
     if missing := [str(path) for path in quick if not path.exists()]:
         raise pytest.UsageError(f"tests/conftest.py lists {missing}, which are not there")
