@@ -24,6 +24,7 @@ COMMANDS = {
     "place": ("moejax.cli.place", "which device should hold which expert, by recorded loads"),
     "compile": ("moejax.cli.compile", "does the train step fit hardware that is not here?"),
     "cost": ("moejax.cli.cost", "memory, FLOPs, traffic and least time on several hardware"),
+    "bench": ("moejax.cli.bench", "kernels beside plain ways to compute the same: time and memory"),
     "report": ("moejax.cli.report", "a run as pictures and one page: loss, load of every expert"),
     "import-hf": ("moejax.cli.import_hf", "a Hugging Face folder becomes a checkpoint"),
     "export-hf": ("moejax.cli.export_hf", "a checkpoint becomes a Hugging Face folder"),

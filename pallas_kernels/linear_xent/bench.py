@@ -1,4 +1,4 @@
-"""`linear_xent` beside the loss of all logits at once: `python -m pallas_kernels.linear_xent.bench`."""
+"""`linear_xent` beside the loss of all logits: `python -m pallas_kernels.linear_xent.bench`."""
 
 import functools
 
@@ -8,19 +8,21 @@ import jax.numpy as jnp
 from pallas_kernels.benching.comparison import Comparison, print_all
 from pallas_kernels.linear_xent import linear_xent
 
-# tokens, vocabulary, width, and floors (times faster, times smaller)
-_SHAPES = ((2048, 32768, 256, 1, 6), (2048, 512, 96, None, None))
+# tokens, vocabulary, width, rows of a chunk, and floors (times faster, times smaller)
+_SHAPES = ((2048, 32768, 256, 256, 1, 6), (2048, 512, 96, None, None, None))
 
 
 def comparisons() -> list[Comparison]:
     """The mean loss with the gradients of x and of the weight."""
     return [
         Comparison(
-            "linear_xent", "forward + backward", f"T{tokens} D{width} V{vocab}", "full logits",
-            _mean_and_gradients(linear_xent), _mean_and_gradients(plain),
-            functools.partial(_make, tokens, vocab, width), faster, smaller,
+            "linear_xent", "forward + backward",
+            f"T{tokens} D{width} V{vocab}" + (f" by {rows}" if rows else ""), "full logits",
+            _mean_and_gradients(functools.partial(linear_xent, rows_per_chunk=rows)),
+            _mean_and_gradients(plain), functools.partial(_make, tokens, vocab, width), faster,
+            smaller,
         )
-        for tokens, vocab, width, faster, smaller in _SHAPES
+        for tokens, vocab, width, rows, faster, smaller in _SHAPES
     ]  # fmt: skip
 
 

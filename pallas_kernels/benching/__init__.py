@@ -1,0 +1,1 @@
+"""What the benchmarks of all operators share: timing, memory, devices, tables."""
