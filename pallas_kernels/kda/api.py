@@ -3,15 +3,25 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import choose
-from pallas_kernels.kda import chunked, composed, pallas_gpu, ref
+from pallas_kernels.kda import chunked, composed, pallas_gpu, pallas_tpu, ref
 
-_IMPLS = {"pallas_gpu": pallas_gpu.kda, "chunked": chunked.kda, "ref": ref.kda}
+_IMPLS = {
+    "pallas_gpu": pallas_gpu.kda,
+    "pallas_tpu": pallas_tpu.kda,
+    "chunked": chunked.kda,
+    "ref": ref.kda,
+}
 _FUSED = {
     "pallas_gpu": pallas_gpu.kda_fused,
+    "pallas_tpu": pallas_tpu.kda_fused,
     "chunked": composed.fused(chunked.kda),
     "ref": composed.fused(ref.kda),
 }
-_ORDER = {"gpu": ("pallas_gpu", "chunked"), "cpu": ("chunked",)}
+_ORDER = {
+    "gpu": ("pallas_gpu", "chunked"),
+    "tpu": ("pallas_tpu", "chunked"),
+    "cpu": ("chunked",),
+}
 
 
 def kda(

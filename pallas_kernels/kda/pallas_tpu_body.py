@@ -1,0 +1,246 @@
+"""KDA's kernels on a TPU: one chunk of one head a step, the state in on-chip memory.
+
+States are held as S' [h, H], so that a channel's decay scales a lane.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from pallas_kernels import _tpu
+from pallas_kernels.kda import pallas_tpu_chunk as tile
+from pallas_kernels.kda.pallas_tpu_chunk import Decays, Document
+
+
+class Sizes(NamedTuple):
+    """What the kernels are specialised on.
+
+    Attributes:
+      chunk: positions in a chunk.
+      rows: chunks whose write strengths and codes are fetched together.
+      chunks: of a row.
+      group: value heads that share a key head.
+      scale: of the queries.
+      raw: whether inputs are those of `kda_fused`, else those of `kda`.
+      lower_bound: of the log decay; None is the softplus form.
+      dtype: of the products.
+      out_dtype: of the output.
+    """
+
+    chunk: int
+    rows: int
+    chunks: int
+    group: int
+    scale: float
+    raw: bool
+    lower_bound: float | None
+    dtype: Any
+    out_dtype: Any
+
+
+class Inputs(NamedTuple):
+    """References to what both directions read; blocks of one chunk."""
+
+    q: Any  # [1, c, H]
+    k: Any
+    v: Any  # [1, c, h]
+    gate: Any  # [1, c, H], or log decay
+    beta: Any  # [1, 1, rows, c], or its logits
+    head: Any  # [1, 2, H]: dt_bias, exp(a_log); None where inputs are not raw
+    code: Any  # [1, rows, c] of `pallas_tpu.document_codes`, or None
+
+
+class Gate(NamedTuple):
+    """What the log decay comes from: gate + dt_bias, the sigmoid in it or of it, the softplus."""
+
+    shifted_cH: jax.Array
+    sigmoid_cH: jax.Array
+    softplus_cH: jax.Array | None
+
+
+class Chunk(NamedTuple):
+    """All of a chunk that needs no state; float32 except where products read it."""
+
+    where: Document | None
+    q_cH: jax.Array  # at unit length times scale
+    k_cH: jax.Array
+    v_ch: jax.Array
+    q_norm_c1: jax.Array | None  # 1 / length
+    k_norm_c1: jax.Array | None
+    gate: Gate | None
+    beta_c1: jax.Array
+    factors: Decays
+    from_start_cH: jax.Array  # 0 in later documents
+    to_end_cH: jax.Array  # 0 in earlier documents
+    carry_1H: jax.Array  # from the entry state to the exit state
+    scores_cc: jax.Array
+    inverse_cc: jax.Array
+
+
+def _unit(x_cH, raw):
+    if not raw:
+        return x_cH, None
+    norm_c1 = lax.rsqrt(jnp.sum(x_cH * x_cH, axis=1, keepdims=True) + 1e-6)
+    return x_cH * norm_c1, norm_c1
+
+
+def _log_decay(gate_cH, head_2H, lower_bound):
+    shifted, rate_1H = gate_cH + head_2H[:1], head_2H[1:]
+    if lower_bound is None:
+        softplus = jnp.maximum(shifted, 0) + jnp.log1p(jnp.exp(-jnp.abs(shifted)))
+        return -rate_1H * softplus, Gate(shifted, jax.nn.sigmoid(shifted), softplus)
+    sigmoid = jax.nn.sigmoid(rate_1H * shifted)
+    return lower_bound * sigmoid, Gate(shifted, sigmoid, None)
+
+
+def load(inputs: Inputs, i, sizes: Sizes) -> Chunk:
+    """Reads chunk `i` and computes what needs no state."""
+    here = pl.ds(lax.rem(i, sizes.rows), 1)
+    where = None if inputs.code is None else tile.document(inputs.code[0, here])
+    real_c1 = None if where is None else where.real_c1
+
+    def read(ref):
+        x = ref[0].astype(jnp.float32)
+        return x if real_c1 is None else jnp.where(real_c1, x, 0)
+
+    (q, q_norm), (k, k_norm) = (_unit(read(ref), sizes.raw) for ref in (inputs.q, inputs.k))
+    q, g, beta, gate = q * sizes.scale, read(inputs.gate), inputs.beta[0, 0, here], None
+    if sizes.raw:
+        g, gate = _log_decay(g, inputs.head[0], sizes.lower_bound)
+        g = g if real_c1 is None else jnp.where(real_c1, g, 0)
+        beta = jax.nn.sigmoid(beta)
+    beta = tile.column(beta)
+    factors = tile.decays(g)
+    from_start, to_end, carry = factors.from_start, factors.to_end, factors.from_start[-1:]
+    if where is not None:
+        beta = jnp.where(where.real_c1, beta, 0)
+        from_start = jnp.where(where.reads_entry_c1, from_start, 0)
+        to_end = jnp.where(where.reaches_exit_c1, to_end, 0)
+        carry = jnp.where(where.passes_11, carry, 0)
+    same = None if where is None else where.same_cc
+    scores, strict = tile.products(q, beta * k, k, factors, same, sizes.dtype)
+    return Chunk(
+        where, q, k, read(inputs.v), q_norm, k_norm, gate, beta, factors, from_start, to_end, carry,
+        scores.astype(sizes.dtype), tile.inverse(strict).astype(sizes.dtype),
+    )  # fmt: skip
+
+
+def _error_and_written(x: Chunk, state_hH, dtype):
+    """What the memory gets wrong at every key, and what is written for it; [c, h] float32."""
+    k_in = (x.k_cH * x.from_start_cH).astype(dtype)
+    error = x.v_ch - _tpu.dot(k_in, state_hH, trans_b=True, exact=True)
+    return error, _tpu.dot(x.inverse_cc, (x.beta_c1 * error).astype(dtype), exact=True)
+
+
+def forward(inputs: Inputs, initial, out, final, entries, sizes: Sizes) -> None:
+    """A step forwards: `final` is the state that goes from chunk to chunk."""
+    i, dtype = pl.program_id(2), sizes.dtype
+
+    @pl.when(i == 0)
+    def _():
+        final[...] = initial[...]
+
+    x, state_hH = load(inputs, i, sizes), final[0, 0]
+    entry_hH = state_hH.astype(dtype)
+    if entries is not None:
+        entries[0, 0, 0] = entry_hH
+    _, written = _error_and_written(x, entry_hH, dtype)
+    written = written.astype(dtype)
+    q_in, k_out = (x.q_cH * x.from_start_cH).astype(dtype), (x.k_cH * x.to_end_cH).astype(dtype)
+    read = _tpu.dot(q_in, entry_hH, trans_b=True, exact=True)
+    out[0] = (read + _tpu.dot(x.scores_cc, written, exact=True)).astype(out.dtype)
+    final[0, 0] = x.carry_1H * state_hH + _tpu.dot(written, k_out, trans_a=True, exact=True)
+
+
+class Grads(NamedTuple):
+    """References to gradients; blocks as those of `Inputs`."""
+
+    q: Any
+    k: Any
+    v: Any
+    gate: Any
+    beta: Any
+    head: Any  # [1, 1, 2, H]: of dt_bias, of exp(a_log) by channel; summed over chunks
+    initial: Any  # [1, 1, h, H], the gradient that goes from chunk to chunk
+
+
+def backward(inputs: Inputs, entries, d_out, d_final, d: Grads, sizes: Sizes) -> None:
+    """A step backwards: `d.initial` goes from chunk to chunk."""
+    i, dtype = sizes.chunks - 1 - pl.program_id(2), sizes.dtype
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        d.initial[...] = d_final[...]
+        if sizes.raw:
+            d.head[...] = jnp.zeros(d.head.shape, jnp.float32)
+
+    x, entry_hH, d_out_ch = load(inputs, i, sizes), entries[0, 0, 0], d_out[0].astype(dtype)
+    if x.where is not None:
+        d_out_ch = jnp.where(x.where.real_c1, d_out_ch, jnp.zeros_like(d_out_ch))
+    d_exit_hH = d.initial[0, 0]
+    error, written = _error_and_written(x, entry_hH, dtype)
+    written = written.astype(dtype)
+
+    q_in, k_in, k_out = x.q_cH * x.from_start_cH, x.k_cH * x.from_start_cH, x.k_cH * x.to_end_cH
+    d_exit_low = d_exit_hH.astype(dtype)
+    d_written = _tpu.dot(x.scores_cc, d_out_ch, trans_a=True, exact=True)
+    d_written += _tpu.dot(k_out.astype(dtype), d_exit_low, trans_b=True, exact=True)
+    d_solved = _tpu.dot(x.inverse_cc, d_written.astype(dtype), trans_a=True, exact=True)
+    dv = x.beta_c1 * d_solved
+    d.v[0] = dv.astype(d.v.dtype)
+
+    c = sizes.chunk
+    d_both = tile.stack(d_out_ch, -dv.astype(dtype))  # of what q_in and k_in read
+    both = tile.stack(q_in.astype(dtype), k_in.astype(dtype))
+    d.initial[0, 0] = x.carry_1H * d_exit_hH + _tpu.dot(d_both, both, trans_a=True, exact=True)
+    d_in = _tpu.dot(d_both, entry_hH, exact=True)
+    d_q_in, d_k_in = d_in[:c], d_in[c:]
+    d_k_out = _tpu.dot(written, d_exit_low, exact=True)
+
+    d_pairs = tile.stack(d_out_ch, -d_solved.astype(dtype))
+    d_pairs = _tpu.dot(d_pairs, written, trans_b=True, exact=True)
+    if x.where is not None:
+        same = x.where.same_cc
+        d_pairs = tile.stack(*(jnp.where(same, half, 0) for half in (d_pairs[:c], d_pairs[c:])))
+    dq, d_erase, dk, d_near = tile.products_vjp(
+        x.q_cH, x.beta_c1 * x.k_cH, x.k_cH, x.factors, d_pairs, dtype
+    )
+    dq += x.from_start_cH * d_q_in
+    dk += x.beta_c1 * d_erase + x.from_start_cH * d_k_in + x.to_end_cH * d_k_out
+    d_beta = jnp.sum(d_solved * error, axis=1, keepdims=True)
+    d_beta += jnp.sum(d_erase * x.k_cH, axis=1, keepdims=True)
+
+    # a decay multiplies a row y, so the sum in its exponent receives y * dy
+    d_start = k_in * d_k_in + q_in * d_q_in
+    d_carry = x.carry_1H * jnp.sum(entry_hH.astype(jnp.float32) * d_exit_hH, axis=0, keepdims=True)
+    d_start += jnp.where(tile.rows_of(d_start.shape) == c - 1, d_carry, 0)
+    dg = tile.sums_vjp(Decays(d_near, d_start, k_out * d_k_out))
+    if x.where is not None:
+        dg = jnp.where(x.where.real_c1, dg, 0)
+        d_beta = jnp.where(x.where.real_c1, d_beta, 0)
+    dq *= sizes.scale
+    if x.gate is not None:
+        dq = _unit_vjp(x.q_cH * (1 / sizes.scale), x.q_norm_c1, dq)
+        dk = _unit_vjp(x.k_cH, x.k_norm_c1, dk)
+        dg, d_rate = _log_decay_vjp(x.gate, inputs.head[0][1:], sizes.lower_bound, dg)
+        d.head[0, 0] += tile.stack(*(jnp.sum(y, axis=0, keepdims=True) for y in (dg, d_rate)))
+        d_beta *= x.beta_c1 * (1 - x.beta_c1)
+    for ref, grad in ((d.q, dq), (d.k, dk), (d.gate, dg)):
+        ref[0] = grad.astype(ref.dtype)
+    d.beta[0, 0, pl.ds(lax.rem(i, sizes.rows), 1)] = tile.row(d_beta)
+
+
+def _unit_vjp(unit_cH, norm_c1, d_unit_cH):
+    along_c1 = jnp.sum(unit_cH * d_unit_cH, axis=1, keepdims=True)
+    return norm_c1 * (d_unit_cH - unit_cH * along_c1)
+
+
+def _log_decay_vjp(gate: Gate, rate_1H, lower_bound, dg_cH):
+    """Gradients to the gate and, at every position, to exp(a_log)."""
+    if gate.softplus_cH is not None:
+        return -rate_1H * gate.sigmoid_cH * dg_cH, -gate.softplus_cH * dg_cH
+    d_scaled = lower_bound * gate.sigmoid_cH * (1 - gate.sigmoid_cH) * dg_cH
+    return rate_1H * d_scaled, gate.shifted_cH * d_scaled
