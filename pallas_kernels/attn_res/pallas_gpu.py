@@ -19,8 +19,8 @@ from pallas_kernels.attn_res.tiles import Tiles, tiles_for
 _MAX_WIDTH = 16384
 _MAX_SOURCES = 64
 # Rows on their way to a program while it works on one: of 14 KB, three on each of 132
-# multiprocessors are what 4.3 TB/s at a microsecond's latency ask for. The gradient reads its rows a
-# second time, one at a time from the cache, and has no registers for more.
+# multiprocessors are what 4.3 TB/s at a microsecond of latency ask for. The gradient reads its rows
+# twice, the second time one by one from the cache, and has no registers for more.
 _DEPTH = 3
 _DEPTH_OF_GRADIENT = 2
 

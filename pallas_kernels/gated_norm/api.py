@@ -3,10 +3,19 @@
 from jaxtyping import Array, Float
 
 from pallas_kernels import choose
-from pallas_kernels.gated_norm import chunked, ref
+from pallas_kernels.gated_norm import chunked, pallas_gpu, pallas_tpu, ref
 
-_IMPLS = {"chunked": chunked.gated_norm, "ref": ref.gated_norm}
-_ORDER = {"cpu": ("chunked",)}
+_IMPLS = {
+    "pallas_gpu": pallas_gpu.gated_norm,
+    "pallas_tpu": pallas_tpu.gated_norm,
+    "chunked": chunked.gated_norm,
+    "ref": ref.gated_norm,
+}
+_ORDER = {
+    "gpu": ("pallas_gpu", "chunked"),
+    "tpu": ("pallas_tpu", "chunked"),
+    "cpu": ("chunked",),
+}
 
 
 def gated_norm(
