@@ -3,10 +3,14 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import choose
-from pallas_kernels.short_conv import chunked, ref
+from pallas_kernels.short_conv import chunked, pallas_gpu, ref
 
-_IMPLS = {"chunked": chunked.short_conv, "ref": ref.short_conv}
-_ORDER = {"cpu": ("chunked",)}
+_IMPLS = {
+    "pallas_gpu": pallas_gpu.short_conv,
+    "chunked": chunked.short_conv,
+    "ref": ref.short_conv,
+}
+_ORDER = {"gpu": ("pallas_gpu", "chunked"), "cpu": ("chunked",)}
 _ACTIVATIONS = ("silu", None)
 
 
@@ -31,7 +35,7 @@ def short_conv(
       segment_ids: documents packed into a row, each one run of equal ids.
       initial_state: the K-1 inputs before position 0, of the row's first document; zeros if None.
       activation: "silu" or None.
-      impl: "chunked", "ref", "pallas"; None chooses by platform.
+      impl: "pallas_gpu", "chunked", "ref", "pallas"; None chooses by platform.
     Returns:
       y in x's dtype, and the last K-1 inputs of the document that ends the row (0 where it is
       shorter) in x's dtype: the initial state of what follows.

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gate_case import GateCase
+from pallas_kernels.short_conv.api import short_conv
+
 
 @dataclass(frozen=True)
 class Case:
@@ -47,3 +50,25 @@ def make_inputs(case: Case, seed: int = 0) -> dict[str, jax.Array | None]:
         "segment_ids": ids if case.documents else None,
         "initial_state": state if case.initial_state else None,
     }
+
+
+def gate_cases(platform: str) -> list[GateCase]:
+    """What must compile: q, k or v of K3 and Kimi-Linear, documents packed, with gradients."""
+    if platform != "gpu":
+        return []
+
+    def both_ways(x, taps, segment_ids, dy):
+        conv = lambda x, taps: short_conv(  # noqa: E731
+            x, taps, segment_ids=segment_ids, impl="pallas_gpu"
+        )[0]
+        y, pullback = jax.vjp(conv, x, taps)
+        return y, pullback(dy)
+
+    cases = []
+    for model, channels in (("K3", 12288), ("Kimi-Linear", 4096)):
+        x = jax.ShapeDtypeStruct((1, 8192, channels), jnp.bfloat16)
+        taps = jax.ShapeDtypeStruct((4, channels), jnp.float32)
+        fn = lambda *a, fn=both_ways: fn(*a)  # noqa: E731
+        args = (x, taps, jax.ShapeDtypeStruct((1, 8192), jnp.int32), x)
+        cases.append(GateCase(f"short_conv {model}", fn, args, quick=model == "K3"))
+    return cases

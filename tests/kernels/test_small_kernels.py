@@ -9,6 +9,8 @@ from pallas_kernels.attn_res import attn_res
 from pallas_kernels.attn_res import specs as attn_res_specs
 from pallas_kernels.gated_norm import gated_norm
 from pallas_kernels.gated_norm import specs as gated_norm_specs
+from pallas_kernels.short_conv import short_conv
+from pallas_kernels.short_conv import specs as short_conv_specs
 from pallas_kernels.testing import assert_close, compare
 
 EPS = 1e-5
@@ -21,6 +23,12 @@ GATED_NORM = gated_norm_specs.CASES | {
     # more than one program, the last one cut short, on GPUs; and on TPUs
     "rows": gated_norm_specs.Case((1, 257, 2, 128)),
     "wide": gated_norm_specs.Case((17, 2050), dtype="bfloat16"),
+}
+SHORT_CONV = {
+    "as_many_as_taps": short_conv_specs.Case(2, 3, 3, 6, activation=None),
+    # borders of documents before, at and behind that of two programs
+    "packed": short_conv_specs.Case(2, 260, 4, 6, documents=(1, 2, 123, 2, 1, 100)),
+    "low_precision": short_conv_specs.Case(1, 65, 4, 520, dtype="bfloat16"),
 }
 
 
@@ -80,3 +88,45 @@ def test_float64_is_refused(impl):
             gated_norm(x, x, x[0], eps=EPS, impl=impl)
         with pytest.raises(NotImplementedError, match="float64"):
             attn_res(x[0], x[0], x[:, None, None], eps=EPS, impl=impl)
+
+
+@pytest.mark.parametrize("name", SHORT_CONV)
+def test_short_conv_equals_reference(name):
+    case = SHORT_CONV[name]
+    inputs = short_conv_specs.make_inputs(case)
+    state = (case.B, case.K - 1, case.X)
+    cotangents = [
+        jax.random.normal(jax.random.key(i), shape).astype(case.dtype)
+        for i, shape in enumerate((inputs["x"].shape, state))
+    ]
+    errors = compare(
+        lambda **a: short_conv(**a, activation=case.activation, impl="pallas_gpu"),
+        lambda **a: short_conv(**a, activation=case.activation, impl="ref"),
+        inputs, cotangents=cotangents,
+    )  # fmt: skip
+    assert_close(errors, {"float32": 1e-6, "bfloat16": 4e-3}[case.dtype])
+
+
+def test_other_documents_of_short_conv_may_hold_nan():
+    case = SHORT_CONV["packed"]
+    inputs = short_conv_specs.make_inputs(case)
+    segment_ids = inputs["segment_ids"]
+    padding = segment_ids[0] == 0
+
+    @jax.jit
+    def value_and_grads(x, dy):
+        fn = lambda x, taps: short_conv(x, taps, segment_ids=segment_ids, impl="pallas_gpu")[0]  # noqa: E731
+        y, pullback = jax.vjp(fn, x, inputs["taps"])
+        return y, pullback(dy)[0]
+
+    dy = jnp.cos(inputs["x"])
+    clean = value_and_grads(inputs["x"], dy)
+    poisoned = value_and_grads(inputs["x"].at[:, padding].set(jnp.nan), dy)
+    for a, b in zip(clean, poisoned, strict=True):
+        np.testing.assert_array_equal(a[:, ~padding], b[:, ~padding])
+
+
+def test_short_conv_refuses_an_initial_state():
+    inputs = short_conv_specs.make_inputs(short_conv_specs.CASES["odd"])
+    with pytest.raises(NotImplementedError, match="first position"):
+        short_conv(**inputs, impl="pallas_gpu")
