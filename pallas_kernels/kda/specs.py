@@ -1,7 +1,7 @@
 """Cases that tests and benchmarks of `kda` share, their tolerances, and what a case costs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -110,7 +110,7 @@ def _unit(x):
 
 def gate_cases(platform: str) -> list[GateCase]:
     """What must compile at the sizes of Kimi K3 and Kimi Linear."""
-    makers = {"gpu": _gpu_gate_cases}
+    makers = {"gpu": _gpu_gate_cases, "tpu": _tpu_gate_cases}
     return makers[platform]() if platform in makers else []
 
 
@@ -130,6 +130,17 @@ def _gpu_gate_cases() -> list[GateCase]:
             ),
         )
     ]  # fmt: skip
+
+
+def _tpu_gate_cases() -> list[GateCase]:
+    k3, linear = BENCHES["kimi_k3"], BENCHES["kimi_linear"]
+    sizes = {"kimi_k3": (k3, -5.0), "kimi_linear": (linear, None)}
+    sizes["kimi_k3 T4096"] = replace(k3, T=4096), -5.0
+    return [
+        GateCase(f"kda {direction} {name}", make(bound), fused_shapes(case), quick=case is k3)
+        for name, (case, bound) in sizes.items()
+        for direction, make in (("forward", fused_output), ("backward", fused_gradients))
+    ]
 
 
 def fused_shapes(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
