@@ -1,9 +1,8 @@
-"""Kimi Delta Attention for NVIDIA GPUs: two kernels forward, three back. README.md has the maths.
+"""Kimi Delta Attention for NVIDIA GPUs: two kernels forward, two back. README.md has the maths.
 
 Forward, `kda_prep` takes the raw inputs of each chunk to all that does not need a state, and
-`kda_scan` carries the states. Kept for the gradient: the inputs, entry states, and the two
-triangles of each chunk. Back, `kda_prep_again` makes the rest anew, `kda_scan_back` carries the
-states' gradients, and `kda_grads` gives those of all inputs.
+`kda_scan` carries the states. Back, `kda_scan_back` carries their gradients, and `kda_grads` gives
+those of all inputs. Kept in between: what `kda_prep` made, errors and entry states.
 """
 
 import functools
@@ -77,8 +76,8 @@ def _refuse(q, k, v, gate, beta) -> None:
         raise NotImplementedError(f"gate of {gate.dtype} or beta of {beta.dtype} is too wide")
     if H & (H - 1) or not 16 <= H <= 256:
         raise NotImplementedError(f"head width {H} is not 16, 32, 64, 128 or 256")
-    if h % 16 or h > 512:
-        raise NotImplementedError(f"value width {h} is not a multiple of 16 up to 512")
+    if h & (h - 1) or not 16 <= h <= 512:
+        raise NotImplementedError(f"value width {h} is not 16, 32, 64, 128, 256 or 512")
 
 
 def _filled(x, padding: int):
@@ -91,12 +90,12 @@ def _kda(form: Form, out_dtype, tiles: Tiles, x: Inputs, initial_BNHh):
 
 
 def _forward(form: Form, out_dtype, tiles: Tiles, x: Inputs, initial_BNHh, *, keep: bool):
-    prepared, fresh, scores, inverses = prepare(form, x, tiles)
+    prepared, errors = prepare(form, x, tiles)
     initial_GHh = initial_BNHh.reshape(-1, *initial_BNHh.shape[2:])
-    out, final, *states = scan(
-        x, prepared, fresh, scores, initial_GHh, tiles, keep=keep, out_dtype=out_dtype
+    out, final, *kept = scan(
+        x, prepared, errors, initial_GHh, tiles, keep=keep, out_dtype=out_dtype
     )
-    return (out, final.reshape(initial_BNHh.shape)), (scores, inverses, *states)
+    return (out, final.reshape(initial_BNHh.shape)), (prepared, *kept)
 
 
 def _kda_fwd(form, out_dtype, tiles, x, initial_BNHh):
@@ -105,15 +104,14 @@ def _kda_fwd(form, out_dtype, tiles, x, initial_BNHh):
 
 
 def _kda_bwd(form, out_dtype, tiles, residuals, cotangents):
-    x, (scores, inverses, entries), initial = residuals
+    x, (prepared, errors, entries), initial = residuals
     d_out, d_final = cotangents
-    prepared = prepare(form, x, tiles, solved=inverses)
-    d_written, d_exits, d_initial = scan_back(
-        form, x, prepared, scores, d_out, d_final.reshape(-1, *d_final.shape[2:]), tiles
-    )
-    grads = gradients(form, x, inverses, entries, d_exits, d_written, d_out, tiles)
+    d_final_GHh = d_final.reshape(-1, *d_final.shape[2:])
+    dv, d_exits, d_initial = scan_back(form, x, prepared, d_out, d_final_GHh, tiles)
+    grads = gradients(form, x, errors, dv, d_out, entries, d_exits, tiles)
     d_inputs = Inputs(
-        _group_sum(grads.q_BPNH, x.q_BPNH), _group_sum(grads.k_BPNH, x.k_BPNH), *grads[2:5],
+        _group_sum(grads.q_BPNH, x.q_BPNH), _group_sum(grads.k_BPNH, x.k_BPNH), dv,
+        grads.gate_BPNH, grads.beta_BPN,
         _head_sum(grads.a_log_GCH, x).sum(-1).astype(x.a_log_N.dtype),
         _head_sum(grads.dt_bias_GCH, x).astype(x.dt_bias_NH.dtype), None, None,
     )  # fmt: skip

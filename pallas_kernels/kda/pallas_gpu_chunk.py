@@ -46,7 +46,7 @@ class Form(NamedTuple):
 
 
 class Refs(NamedTuple):
-    """References of one program to its chunk of the inputs; `v` has all columns."""
+    """References of one program to its chunk of the inputs, all columns."""
 
     q_cH: Any
     k_cH: Any
@@ -59,15 +59,23 @@ class Refs(NamedTuple):
     entry_1: Any  # segment that the chunk's entry state belongs to
 
 
-class Chunk(NamedTuple):
-    """A chunk in float32; rows of padding are zero whatever stood there."""
+class Rows(NamedTuple):
+    """What is the same for all channels of a chunk, float32."""
 
-    q_cH: jax.Array  # at unit length, scaled
-    k_cH: jax.Array
     beta_c: jax.Array
-    g_cH: jax.Array
+    q_scale_c: jax.Array  # of unit length, and the scale of queries
+    k_scale_c: jax.Array
     real_c: jax.Array
     same_cc: jax.Array  # whether rows are of one document
+
+
+class Channels(NamedTuple):
+    """Some channels of a chunk in float32; rows of padding are zero whatever stood there."""
+
+    q_cW: jax.Array  # at unit length, scaled
+    k_cW: jax.Array
+    write_cW: jax.Array  # beta k, as a key is written
+    g_cW: jax.Array
 
 
 def iotas(c: int) -> tuple[jax.Array, jax.Array]:
@@ -84,21 +92,30 @@ def real_rows(form: Form, ids_c: jax.Array, first: Any) -> jax.Array:
     return (ids_c != 0) & (position < form.length)
 
 
-def load(form: Form, refs: Refs) -> Chunk:
-    """The chunk of program (head, chunk)."""
+def load_rows(form: Form, refs: Refs) -> Rows:
+    """Of the chunk of program (head, chunk)."""
     ids_c = refs.ids_c[...]
     c = ids_c.shape[0]
     real_c = real_rows(form, ids_c, pl.program_id(1) * c)
-    q_cH, k_cH = (rows(x[...], real_c) for x in (refs.q_cH, refs.k_cH))
     beta_c = jnp.where(real_c, refs.beta_c[...].astype(jnp.float32), 0)
-    g_cH = rows(refs.gate_cH[...], real_c)
+    lengths = [jnp.ones((c,), jnp.float32)] * 2
     if form.raw:
-        q_cH, k_cH = (x * inverse_length(x) for x in (q_cH, k_cH))
         beta_c = jnp.where(real_c, sigmoid(beta_c), 0)
-        g_cH = log_decay(form, g_cH, *gate_weights(refs))
-        g_cH = jnp.where(real_c[:, None], g_cH, 0)
+        lengths = [_inverse_length(rows(x[...], real_c)) for x in (refs.q_cH, refs.k_cH)]
     same_cc = refs.ids_c[...][:, None] == ids_c[None, :]
-    return Chunk(q_cH * form.scale, k_cH, beta_c, g_cH, real_c, same_cc)
+    return Rows(beta_c, lengths[0] * form.scale, lengths[1], real_c, same_cc)
+
+
+def load_channels(form: Form, refs: Refs, x: Rows, at: Any) -> Channels:
+    """Channels `at` of the chunk."""
+    columns = (slice(None), at)
+    q_cW = rows(refs.q_cH[columns], x.real_c) * x.q_scale_c[:, None]
+    k_cW = rows(refs.k_cH[columns], x.real_c) * x.k_scale_c[:, None]
+    g_cW = rows(refs.gate_cH[columns], x.real_c)
+    if form.raw:
+        g_cW = log_decay(form, g_cW, *gate_weights(refs, at))
+        g_cW = jnp.where(x.real_c[:, None], g_cW, 0)
+    return Channels(q_cW, k_cW, k_cW * x.beta_c[:, None], g_cW)
 
 
 def rows(x_cW: jax.Array, real_c: jax.Array) -> jax.Array:
@@ -106,15 +123,14 @@ def rows(x_cW: jax.Array, real_c: jax.Array) -> jax.Array:
     return jnp.where(real_c[:, None], x_cW.astype(jnp.float32), 0)
 
 
-def inverse_length(x_cH: jax.Array) -> jax.Array:
-    """1 / sqrt(sum x^2 + 1e-6), [c, 1]."""
-    return lax.rsqrt(jnp.sum(x_cH * x_cH, axis=1) + 1e-6)[:, None]
+def _inverse_length(x_cH: jax.Array) -> jax.Array:
+    return lax.rsqrt(jnp.sum(x_cH * x_cH, axis=1) + 1e-6)
 
 
-def gate_weights(refs: Refs) -> tuple[jax.Array, jax.Array]:
-    """exp(a_log) and dt_bias [1, H] of the program's head, float32."""
+def gate_weights(refs: Refs, at: Any) -> tuple[jax.Array, jax.Array]:
+    """exp(a_log) and dt_bias [1, W] of the program's head, float32."""
     rate = jnp.exp(refs.a_log_1[0].astype(jnp.float32))
-    return rate, refs.dt_bias_H[...].astype(jnp.float32)[None, :]
+    return rate, refs.dt_bias_H[at].astype(jnp.float32)[None, :]
 
 
 def sigmoid(x: jax.Array) -> jax.Array:
@@ -122,22 +138,22 @@ def sigmoid(x: jax.Array) -> jax.Array:
     return 1 / (1 + jnp.exp(-x))
 
 
-def log_decay(form: Form, gate_cH, rate, bias_1H) -> jax.Array:
+def log_decay(form: Form, gate_cW, rate, bias_1W) -> jax.Array:
     """`gates.log_decay` in operations that Triton has."""
-    shifted = gate_cH + bias_1H
+    shifted = gate_cW + bias_1W
     if form.lower_bound is not None:
         return form.lower_bound * sigmoid(rate * shifted)
     return -rate * (jnp.maximum(shifted, 0) + jnp.log1p(jnp.exp(-jnp.abs(shifted))))
 
 
-def log_decay_vjp(form: Form, gate_cH, rate, bias_1H, dg_cH) -> tuple[jax.Array, jax.Array]:
+def log_decay_vjp(form: Form, gate_cW, rate, bias_1W, dg_cW) -> tuple[jax.Array, jax.Array]:
     """Gradients of the raw gate, which are those of the bias too, and by row those of a_log."""
-    shifted = gate_cH + bias_1H
+    shifted = gate_cW + bias_1W
     if form.lower_bound is None:
         slope = sigmoid(shifted)
-        return -rate * slope * dg_cH, log_decay(form, gate_cH, rate, bias_1H) * dg_cH
+        return -rate * slope * dg_cW, log_decay(form, gate_cW, rate, bias_1W) * dg_cW
     opened = sigmoid(rate * shifted)
-    slope = form.lower_bound * rate * opened * (1 - opened) * dg_cH
+    slope = form.lower_bound * rate * opened * (1 - opened) * dg_cW
     return slope, slope * shifted
 
 
@@ -148,14 +164,14 @@ class Sums:
     log decay goes in as the sum of three numbers of 8 bits.
     """
 
-    def __init__(self, g_cH: jax.Array):
+    def __init__(self, g_cW: jax.Array):
         self.parts = []
         for _ in range(3):
             # by bits: a compiler may take a conversion there and back for nothing
-            high = lax.bitcast_convert_type(g_cH, jnp.int32) & jnp.int32(-(1 << 16))
+            high = lax.bitcast_convert_type(g_cW, jnp.int32) & jnp.int32(-(1 << 16))
             part = lax.bitcast_convert_type(high, jnp.float32)
             self.parts.append(part.astype(jnp.bfloat16))
-            g_cH = g_cH - part
+            g_cW = g_cW - part
 
     def over(self, which_cc: jax.Array) -> jax.Array:
         """For each row the sum of those that `which_cc` names."""
@@ -164,10 +180,10 @@ class Sums:
         return high + (middle + low)
 
 
-def sums_vjp(which_cc: jax.Array, d_sums_cH: jax.Array, dtype: Any) -> jax.Array:
+def sums_vjp(which_cc: jax.Array, d_sums_cW: jax.Array, dtype: Any) -> jax.Array:
     """Gradient of the log decays from that of `Sums.over(which_cc)`."""
     which = which_cc.astype(jnp.float32).astype(dtype)
-    return _gpu.dot(which, d_sums_cH.astype(dtype), trans_a=True)
+    return _gpu.dot(which, d_sums_cW.astype(dtype), trans_a=True)
 
 
 def from_start(c: int) -> jax.Array:
@@ -209,30 +225,27 @@ def within_anchored(c: int) -> jax.Array:
     return ((i >> _BLOCK_LEVEL) == (j >> _BLOCK_LEVEL)) & (i > j)
 
 
-def triangles(form: Form, x: Chunk, sums: Sums, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Decayed products of queries with keys, i >= j, and beta times keys with keys, i > j."""
-    c = x.g_cH.shape[0]
+def add_triangles(form: Form, x: Channels, sums: Sums, dtype: Any, so_far: Any) -> Any:
+    """Adds what these channels give to decayed products of q and of k with written keys, i > j."""
+    c = x.g_cW.shape[0]
 
     def with_keys(to_row, to_column, pairs, so_far):
-        rows_q, rows_k = ((a * to_row).astype(dtype) for a in (x.q_cH, x.k_cH))
-        columns = rows_k if to_column is to_row else (x.k_cH * to_column).astype(dtype)
-        products = (_gpu.dot(a, columns, trans_b=True) for a in (rows_q, rows_k))
-        return tuple(jnp.where(pairs, a, b) for a, b in zip(products, so_far, strict=True))
+        columns = (x.write_cW * to_column).astype(dtype)
+        products = (
+            _gpu.dot((a * to_row).astype(dtype), columns, trans_b=True) for a in (x.q_cW, x.k_cW)
+        )
+        return tuple(b + jnp.where(pairs, a, 0) for a, b in zip(products, so_far, strict=True))
 
     def halving(level, so_far):
         decay = jnp.exp(sums.over(to_border(c, level)))
         return with_keys(decay, decay, parted(c, level), so_far)
 
-    i, j = iotas(c)
-    own = jnp.sum(x.q_cH * x.k_cH, axis=1)
-    both = (jnp.where(i == j, own[:, None], 0), jnp.zeros((c, c), jnp.float32))
     levels = form.levels(c)
-    both = lax.fori_loop(levels.start, levels.stop, halving, both)
+    so_far = lax.fori_loop(levels.start, levels.stop, halving, so_far)
     if form.anchored:
         span = sums.over(from_anchor(c))
-        both = with_keys(jnp.exp(span), jnp.exp(-span), within_anchored(c), both)
-    scores, strict = (jnp.where(x.same_cc, a, 0) for a in both)
-    return scores, strict * x.beta_c[:, None]
+        so_far = with_keys(jnp.exp(span), jnp.exp(-span), within_anchored(c), so_far)
+    return so_far
 
 
 def unit_inverse(strict_cc: jax.Array, exact: bool) -> jax.Array:

@@ -29,10 +29,12 @@ class Inputs(NamedTuple):
 class Prepared(NamedTuple):
     """What the scans read; heads first."""
 
-    w_GPH: jax.Array  # what the entry state is written over with: minus this times it
+    k_GPH: jax.Array  # X k_in: what the errors are lowered by is this times the entry state
     q_GPH: jax.Array  # queries as they meet the entry state
-    k_GPH: jax.Array  # keys as they reach the exit state
+    write_GPH: jax.Array  # beta k as they reach the exit state
     carry_GCH: jax.Array  # decay from the entry state to the exit state
+    scores_GPc: jax.Array  # decayed products of queries with beta k
+    inverse_GPc: jax.Array  # X
 
 
 class Blocks:
@@ -76,78 +78,74 @@ class Blocks:
         ]  # fmt: skip
 
 
-def prepare(form: Form, x: Inputs, tiles: Tiles, *, solved: jax.Array | None = None) -> Any:
-    """Products of each chunk with itself.
-
-    Args:
-      solved: inverses [G, P, c] of an earlier call, which spare this one their making.
-    Returns:
-      `Prepared`; without `solved` also fresh values [G, P, h], scores and inverses [G, P, c].
-    """
+def prepare(form: Form, x: Inputs, tiles: Tiles) -> tuple[Prepared, jax.Array]:
+    """Products of each chunk with itself, and X v [G, P, h], the errors of an empty state."""
     blocks, dtype = Blocks(x, tiles), x.q_BPNH.dtype
     G, C = blocks.grid
-    P, c, H = C * tiles.chunk, tiles.chunk, blocks.H
-    tokens = lambda W: jax.ShapeDtypeStruct((G, P, W), dtype)  # noqa: E731
-    shapes = [tokens(H)] * 3 + [jax.ShapeDtypeStruct((G, C, H), jnp.float32)]
-    specs = [blocks.chunk(H)] * 3 + [blocks.one(H)]
-    more = [] if solved is None else [solved]
-    if solved is None:
-        shapes += [tokens(blocks.h), tokens(c), tokens(c)]
-        specs += [blocks.chunk(blocks.h), blocks.chunk(c), blocks.chunk(c)]
+    P, c, H, h = C * tiles.chunk, tiles.chunk, blocks.H, blocks.h
+    widths = (H, H, H, None, c, c, h)
+    shapes = [jax.ShapeDtypeStruct((G, P, W), dtype) for W in widths if W]
+    specs = [blocks.chunk(W) for W in widths if W]
+    shapes.insert(3, jax.ShapeDtypeStruct((G, C, H), jnp.float32))
+    specs.insert(3, blocks.one(H))
 
     def body(*refs):
-        _prepare(form, tiles, dtype, Refs(*refs[: len(x)]), refs[len(x) :], solved is not None)
+        outs = Prepared(*refs[len(x) : -1])
+        _prepare(form, tiles, dtype, Refs(*refs[: len(x)]), outs, refs[-1])
 
-    outs = _gpu.call(
-        body, name="kda_prep_again" if more else "kda_prep", grid=blocks.grid,
-        in_specs=blocks.inputs() + [blocks.chunk(c)] * len(more), out_specs=specs,
+    *prepared, errors = _gpu.call(
+        body, name="kda_prep", grid=blocks.grid, in_specs=blocks.inputs(), out_specs=specs,
         out_shape=shapes, warps=tiles.prep_warps, stages=tiles.stages,
-    )(*x, *more)  # fmt: skip
-    return Prepared(*outs) if more else (Prepared(*outs[:4]), *outs[4:])
+    )(*x)  # fmt: skip
+    return Prepared(*prepared), errors
 
 
-def _prepare(form: Form, tiles: Tiles, dtype: Any, refs: Refs, others: Any, solved: bool) -> None:
-    x = inside.load(form, refs)
-    c = tiles.chunk
-    sums = inside.Sums(x.g_cH)
-    if solved:
-        inverse_ref, w_ref, q_ref, k_ref, carry_ref = others
-        inverse_cc = inverse_ref[...]
-    else:
-        w_ref, q_ref, k_ref, carry_ref, fresh_ref, scores_ref, inverse_ref = others
-        scores_cc, strict_cc = inside.triangles(form, x, sums, dtype)
-        scores_ref[...] = scores_cc.astype(dtype)
-        inverse_cc = inside.unit_inverse(strict_cc, exact=dtype == jnp.float32).astype(dtype)
-        inverse_ref[...] = inverse_cc
-        _fresh(refs, x, inverse_cc, fresh_ref, tiles)
-    from_start_cH, to_end_cH, carry_H = state_decays(refs, x, sums, c)
-    carry_ref[...] = carry_H
-    q_ref[...] = (x.q_cH * from_start_cH).astype(dtype)
-    k_ref[...] = (x.k_cH * to_end_cH).astype(dtype)
-    erase_cH = x.beta_c[:, None] * x.k_cH * from_start_cH
-    w_ref[...] = _gpu.dot(inverse_cc, erase_cH.astype(dtype)).astype(dtype)
+def _prepare(form: Form, tiles: Tiles, dtype: Any, refs: Refs, outs: Prepared, errors_ref: Any):
+    c, H = refs.q_cH.shape
+    rows = inside.load_rows(form, refs)
+    triangles: Any = (jnp.zeros((c, c), jnp.float32),) * 2
+    own_c, meeting = jnp.zeros((c,), jnp.float32), []
+    for first in range(0, H, tiles.channels):
+        at = pl.ds(first, tiles.channels)
+        x = inside.load_channels(form, refs, rows, at)
+        sums = inside.Sums(x.g_cW)
+        triangles = inside.add_triangles(form, x, sums, dtype, triangles)
+        own_c += jnp.sum(x.q_cW * x.write_cW, axis=1)
+        decays = state_decays(refs, x.g_cW, sums)
+        outs.carry_GCH[at] = decays.carry_W
+        outs.q_GPH[:, at] = (x.q_cW * decays.from_start_cW).astype(dtype)
+        outs.write_GPH[:, at] = (x.write_cW * decays.to_end_cW).astype(dtype)
+        meeting.append((at, (x.k_cW * decays.from_start_cW).astype(dtype)))
+    scores_cc, strict_cc = (jnp.where(rows.same_cc, a, 0) for a in triangles)
+    i, j = inside.iotas(c)
+    outs.scores_GPc[...] = jnp.where(i == j, own_c[:, None], scores_cc).astype(dtype)
+    inverse_cc = inside.unit_inverse(strict_cc, exact=dtype == jnp.float32).astype(dtype)
+    outs.inverse_GPc[...] = inverse_cc
+    for at, k_cW in meeting:
+        outs.k_GPH[:, at] = _gpu.dot(inverse_cc, k_cW).astype(dtype)
+    for first in range(0, errors_ref.shape[1], tiles.columns):
+        columns = (slice(None), pl.ds(first, tiles.columns))
+        v_cw = inside.rows(refs.v_ch[columns], rows.real_c).astype(dtype)
+        errors_ref[columns] = _gpu.dot(inverse_cc, v_cw).astype(dtype)
 
 
-def _fresh(refs: Refs, x: inside.Chunk, inverse_cc: jax.Array, fresh_ref: Any, tiles: Tiles):
-    """What the values write into an empty state, some columns at a time."""
-    for first in range(0, fresh_ref.shape[1], tiles.columns):
-        at = (slice(None), pl.ds(first, tiles.columns))
-        v_cw = inside.rows(refs.v_ch[at], x.real_c) * x.beta_c[:, None]
-        fresh_cw = _gpu.dot(inverse_cc, v_cw.astype(inverse_cc.dtype))
-        fresh_ref[at] = fresh_cw.astype(fresh_ref.dtype)
+class Decays(NamedTuple):
+    """Between the states at a chunk's ends and its rows; 0 where a border lies between."""
+
+    from_start_cW: jax.Array
+    to_end_cW: jax.Array
+    carry_W: jax.Array
 
 
-def state_decays(refs: Refs, x: inside.Chunk, sums: inside.Sums, c: int):
-    """Decay from the entry state to each row, from each row to the exit state, from state to state.
-
-    Zero where a border of documents lies between.
-    """
-    entry, last = refs.entry_1[0], refs.ids_c[c - 1]
-    ids_c = refs.ids_c[...]
-    # masked before exp is called too, lest a document's bits depend on its neighbours
-    meets = (ids_c == entry)[:, None]
-    from_start = jnp.where(meets, jnp.exp(sums.over(inside.from_start(c))), 0)
-    reaches = (ids_c == last)[:, None]
-    to_end = jnp.where(reaches, jnp.exp(sums.over(inside.to_end(c))), 0)
-    whole_H = jnp.exp(jnp.sum(x.g_cH, axis=0))
-    return from_start, to_end, jnp.where(entry == last, whole_H, 0)
+def state_decays(refs: Refs, g_cW: jax.Array, sums: inside.Sums) -> Decays:
+    """Decays from the entry state to each row, from each row to the exit state, and over all."""
+    ids_c, entry = refs.ids_c[...], refs.entry_1[0]
+    c = ids_c.shape[0]
+    last = refs.ids_c[c - 1]
+    from_start_cW = jnp.exp(sums.over(inside.from_start(c)))
+    to_end_cW = jnp.exp(sums.over(inside.to_end(c)))
+    return Decays(
+        jnp.where((ids_c == entry)[:, None], from_start_cW, 0),
+        jnp.where((ids_c == last)[:, None], to_end_cW, 0),
+        jnp.where(entry == last, jnp.exp(jnp.sum(g_cW, axis=0)), 0),
+    )

@@ -3,8 +3,6 @@
 One program carries some columns of one head's state through all chunks. Columns are independent.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -59,39 +57,40 @@ class _Whole:
 
 
 def scan(
-    x: Inputs, prepared: Prepared, fresh_GPh, scores_GPc, initial_GHh, tiles: Tiles,
-    *, keep: bool, out_dtype: Any,
-):  # fmt: skip
+    x: Inputs, prepared: Prepared, errors_GPh, initial_GHh, tiles: Tiles, *, keep: bool, out_dtype
+):
     """Carries the states forward.
 
     Returns:
-      Output [B, P, Nv, h], final state [G, H, h], and with `keep` entry states [G, C, H, h].
+      Output [B, P, Nv, h] and final state [G, H, h]; with `keep` also the errors, which take the
+      memory of those of an empty state, and entry states [G, C, H, h].
     """
     whole, c = _Whole(x, tiles), tiles.chunk
-    dtype = prepared.w_GPH.dtype
+    dtype = errors_GPh.dtype
     shapes = [
         jax.ShapeDtypeStruct(x.v_BPNh.shape, out_dtype),
         jax.ShapeDtypeStruct(initial_GHh.shape, jnp.float32),
     ]
     specs = [whole.values(), whole.state()]
     if keep:
+        shapes.append(jax.ShapeDtypeStruct(errors_GPh.shape, dtype))
         shapes.append(jax.ShapeDtypeStruct((whole.G, whole.C, whole.H, whole.h), dtype))
-        specs.append(whole.states())
+        specs += [whole.columns_of_rows(), whole.states()]
 
-    def body(w_ref, q_ref, k_ref, carry_ref, fresh_ref, scores_ref, initial_ref, *outs):
-        out_ref, final_ref = outs[:2]
+    def body(k_ref, q_ref, write_ref, carry_ref, scores_ref, fresh_ref, initial_ref, *outs):
+        out_ref, final_ref, *kept = outs
 
         def step(n, state_Hh):
             at = (pl.ds(pl.multiple_of(n * c, c), c), slice(None))
             entry_Hh = state_Hh.astype(dtype)
+            error_ch = fresh_ref[at].astype(jnp.float32) - _gpu.dot(k_ref[at], entry_Hh)
+            error_ch = error_ch.astype(dtype)
             if keep:
-                outs[2][n] = entry_Hh
-            written_ch = fresh_ref[at].astype(jnp.float32) - _gpu.dot(w_ref[at], entry_Hh)
-            written_ch = written_ch.astype(dtype)
-            out_ch = _gpu.dot(q_ref[at], entry_Hh) + _gpu.dot(scores_ref[at], written_ch)
+                kept[0][at], kept[1][n] = error_ch, entry_Hh
+            out_ch = _gpu.dot(q_ref[at], entry_Hh) + _gpu.dot(scores_ref[at], error_ch)
             out_ref[at] = out_ch.astype(out_dtype)
             carried_Hh = carry_ref[n, :][:, None] * state_Hh
-            return carried_Hh + _gpu.dot(k_ref[at], written_ch, trans_a=True)
+            return carried_Hh + _gpu.dot(write_ref[at], error_ch, trans_a=True)
 
         state_Hh = initial_ref[...].astype(jnp.float32)
         final_ref[...] = lax.fori_loop(0, whole.C, step, state_Hh)
@@ -99,27 +98,27 @@ def scan(
     return _gpu.call(
         body, name="kda_scan", grid=whole.grid,
         in_specs=[
-            *[whole.rows(whole.H)] * 3, whole.carry(), whole.columns_of_rows(), whole.rows(c),
+            *[whole.rows(whole.H)] * 3, whole.carry(), whole.rows(c), whole.columns_of_rows(),
             whole.state(),
         ],
         out_specs=specs, out_shape=shapes, warps=tiles.scan_warps, stages=tiles.stages,
-    )(*prepared, fresh_GPh, scores_GPc, initial_GHh)  # fmt: skip
+        aliases={5: 2} if keep else None,
+    )(*prepared[:5], errors_GPh, initial_GHh)  # fmt: skip
 
 
-def scan_back(
-    form: Form, x: Inputs, prepared: Prepared, scores_GPc, d_out_BPNh, d_final_GHh, tiles: Tiles
-):
+def scan_back(form: Form, x: Inputs, prepared: Prepared, d_out_BPNh, d_final_GHh, tiles: Tiles):
     """Carries the states' gradients back.
 
     Returns:
-      Gradients of what is written [G, P, h], of exit states [G, C, H, h], of the initial state.
+      Gradients of the values [B, P, Nv, h], of exit states [G, C, H, h], of the initial state.
     """
     whole, c = _Whole(x, tiles), tiles.chunk
-    dtype = prepared.w_GPH.dtype
+    dtype = prepared.q_GPH.dtype
 
-    def body(w_ref, q_ref, k_ref, carry_ref, scores_ref, d_out_ref, d_final_ref, ids_ref, *outs):
-        d_written_ref, d_exits_ref, d_initial_ref = outs
-
+    def body(
+        k_ref, q_ref, write_ref, carry_ref, scores_ref, inverse_ref, d_out_ref, d_final_ref,
+        ids_ref, dv_ref, d_exits_ref, d_initial_ref,
+    ):  # fmt: skip
         def step(back, d_exit_Hh):
             n = whole.C - 1 - back
             first = pl.multiple_of(n * c, c)
@@ -128,13 +127,14 @@ def scan_back(
             d_out_ch = inside.rows(d_out_ref[at], real_c).astype(dtype)
             d_exit = d_exit_Hh.astype(dtype)
             d_exits_ref[n] = d_exit
-            d_written_ch = _gpu.dot(scores_ref[at], d_out_ch, trans_a=True)
-            d_written_ch += _gpu.dot(k_ref[at], d_exit)
-            d_written_ch = d_written_ch.astype(dtype)
-            d_written_ref[at] = d_written_ch
+            d_error_ch = _gpu.dot(scores_ref[at], d_out_ch, trans_a=True)
+            d_error_ch += _gpu.dot(write_ref[at], d_exit)
+            d_error_ch = d_error_ch.astype(dtype)
+            dv_ch = _gpu.dot(inverse_ref[at], d_error_ch, trans_a=True)
+            dv_ref[at] = dv_ch.astype(dv_ref.dtype)
             d_entry_Hh = carry_ref[n, :][:, None] * d_exit_Hh
             d_entry_Hh += _gpu.dot(q_ref[at], d_out_ch, trans_a=True)
-            return d_entry_Hh - _gpu.dot(w_ref[at], d_written_ch, trans_a=True)
+            return d_entry_Hh - _gpu.dot(k_ref[at], d_error_ch, trans_a=True)
 
         d_final_Hh = d_final_ref[...].astype(jnp.float32)
         d_initial_ref[...] = lax.fori_loop(0, whole.C, step, d_final_Hh)
@@ -142,14 +142,14 @@ def scan_back(
     return _gpu.call(
         body, name="kda_scan_back", grid=whole.grid,
         in_specs=[
-            *[whole.rows(whole.H)] * 3, whole.carry(), whole.rows(c), whole.values(),
+            *[whole.rows(whole.H)] * 3, whole.carry(), *[whole.rows(c)] * 2, whole.values(),
             whole.state(), whole.ids(),
         ],
-        out_specs=[whole.columns_of_rows(), whole.states(), whole.state()],
+        out_specs=[whole.values(), whole.states(), whole.state()],
         out_shape=[
-            jax.ShapeDtypeStruct((whole.G, whole.P, whole.h), dtype),
+            jax.ShapeDtypeStruct(x.v_BPNh.shape, x.v_BPNh.dtype),
             jax.ShapeDtypeStruct((whole.G, whole.C, whole.H, whole.h), dtype),
             jax.ShapeDtypeStruct(d_final_GHh.shape, jnp.float32),
         ],
         warps=tiles.scan_warps, stages=tiles.stages,
-    )(*prepared, scores_GPc, d_out_BPNh, d_final_GHh, x.ids_BP)  # fmt: skip
+    )(*prepared, d_out_BPNh, d_final_GHh, x.ids_BP)  # fmt: skip
