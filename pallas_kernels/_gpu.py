@@ -34,7 +34,7 @@ def call(
     Args:
       body: takes references to inputs, then to outputs; programs run in no order.
       name: of the kernel, as profiles and PTX show it.
-      grid: programs along each axis; the last is the fastest.
+      grid: programs along each axis; a GPU starts the first axis first, the interpreter the last.
       in_specs, out_specs: `pl.BlockSpec`s; sizes of blocks are powers of two.
       out_shape: `jax.ShapeDtypeStruct` of every output.
       warps: of a program, 32 threads each.
@@ -133,6 +133,15 @@ def store_rows(
     ref[outside, jnp.broadcast_to(_columns(start, width), where.shape)] = values
 
 
+def store_at(ref: Any, places: jax.Array, values: jax.Array, mask: jax.Array) -> None:
+    """`ref[places[i]] = values[i]` of a reference of one dim where `mask` [i]; no place twice."""
+    if not interpreted():
+        pltriton.store(ref.at[places], values.astype(ref.dtype), mask=mask)
+        return
+    # as in `store_rows`: what lies outside is dropped
+    ref[jnp.where(mask, places, ref.shape[0])] = values.astype(ref.dtype)
+
+
 def _of_all(mask: jax.Array, rows: jax.Array, width: int) -> jax.Array:
     return jnp.broadcast_to(mask if mask.ndim == 2 else mask[:, None], (rows.shape[0], width))
 
@@ -141,23 +150,40 @@ def _columns(start: Any, width: int) -> jax.Array:
     return (start + jnp.arange(width, dtype=jnp.int32))[None, :]
 
 
-def add_rows(ref: Any, rows: jax.Array, values: jax.Array, mask: jax.Array) -> None:
+def add_rows(
+    ref: Any, rows: jax.Array, values: jax.Array, mask: jax.Array,
+    columns: tuple[Any, int] | None = None,
+) -> None:  # fmt: skip
     """`ref[rows[i], :] += values[i, :]` where `mask` [i] is True, atomic among programs.
 
-    The order of the sums, so their last bits, changes from run to run on a GPU.
+    The order of the sums, so their last bits, changes from run to run on a GPU. `columns` as in
+    `load_rows`.
     """
+    part = pl.ds(*(columns or (0, ref.shape[1])))
     if not interpreted():
         where = jnp.broadcast_to(mask[:, None], values.shape)
-        pltriton.atomic_add(ref, (rows, slice(None)), values.astype(ref.dtype), mask=where)
+        pltriton.atomic_add(ref, (rows, part), values.astype(ref.dtype), mask=where)
         return
-    _row_by_row(ref, rows, values, mask, lambda old, new: old + new)
+    _row_by_row(ref, part, rows, values, mask, lambda old, new: old + new)
 
 
-def _row_by_row(ref: Any, rows: jax.Array, values: jax.Array, mask: jax.Array, combine) -> None:
+def add(ref: Any, at: tuple[Any, ...], values: jax.Array, mask: jax.Array) -> None:
+    """`ref[at] += values` where `mask` is True, for slices `at`; atomic among programs."""
+    where = jnp.broadcast_to(mask, values.shape)
+    if not interpreted():
+        pltriton.atomic_add(ref, at, values.astype(ref.dtype), mask=where)
+        return
+    # whose atomic sums know no mask; its programs run one after the other
+    store(ref.at[at], load(ref.at[at], where) + values.astype(ref.dtype), where)
+
+
+def _row_by_row(
+    ref: Any, part: Any, rows: jax.Array, values: jax.Array, mask: jax.Array, combine: Callable
+) -> None:
     """What the interpreter cannot do at an index array; its programs run one after the other."""
 
     def one(i: Any, _: None) -> None:
-        at = (pl.ds(jnp.where(mask[i], rows[i], 0), 1), slice(None))
+        at = (pl.ds(jnp.where(mask[i], rows[i], 0), 1), part)
         old = ref[at]
         new = lax.dynamic_index_in_dim(values, i, keepdims=True).astype(ref.dtype)
         ref[at] = jnp.where(mask[i], combine(old, new), old)
