@@ -2,6 +2,7 @@
 #
 #   PYTHON        interpreter to make the environment with (default: python3)
 #   MOEJAX_VENV   where the environment is (default: .venv in the checkout)
+#   EXTRAS        what is installed beside the package itself (default: dev)
 #
 # The environment counts as ready only when its stamp, written last, matches the checkout; so a
 # set-up that was interrupted is seen and done again.
@@ -44,7 +45,7 @@ pick_python() {
 environment_stamp() {
   local inputs=("$ROOT/pyproject.toml")
   [ ! -f "$2" ] || inputs+=("$2")
-  { echo "$1 $ROOT"; cat "${inputs[@]}"; } | cksum
+  { echo "$1 $ROOT${EXTRAS:+ $EXTRAS}"; cat "${inputs[@]}"; } | cksum
 }
 
 # Makes $VENV ready and sets BIN to its bin folder. Does nothing when the stamp already matches.
@@ -95,7 +96,7 @@ install_into_environment() {
   else
     say "no tested versions for Python $PY_VERSION, installing the newest (log: $log)"
   fi
-  if ! "$BIN/python" -m pip install "${options[@]}" --editable "$ROOT[dev]" >"$log" 2>&1; then
+  if ! "$BIN/python" -m pip install "${options[@]}" --editable "$ROOT[${EXTRAS:-dev}]" >"$log" 2>&1; then
     tail -n 15 "$log" >&2
     die "the installation failed, see $log; the next call starts it again."
   fi

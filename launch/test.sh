@@ -5,14 +5,41 @@
 #   ./launch/test.sh -m slow                  the slow ones
 #   ./launch/test.sh tests/kernels -k kda     some
 #   PYTHON=python3.12 ./launch/test.sh        with another Python
+#   ./launch/test.sh aot                      compiles for GPUs and TPUs that are not here, in an
+#                                             environment of its own (1.4 GB more): the tests marked
+#                                             aot, then every kernel, whose table is
+#                                             pallas_kernels/GATES.md; further arguments go to
+#                                             python -m moejax.planner.kernel_gate
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
+# Chips whose kernels must compile, and chips that are told of.
+gate() {
+  export JAX_PLATFORMS=cpu
+  say "pytest -m aot"
+  "$BIN/python" -m pytest -q -m aot || failed+=(pytest)
+  say "every kernel at its real sizes, up to 20 minutes"
+  local options=(--chips=h200,v5p --also=b200,v6e,tpu7x)
+  [ "$#" -gt 0 ] || options+=(--markdown=pallas_kernels/GATES.md)
+  local code=0
+  "$BIN/python" -m moejax.planner.kernel_gate "${options[@]}" "$@" || code=$?
+  [ "$code" -ne 2 ] || exit 2
+  [ "$code" -eq 0 ] || failed+=(kernels)
+}
+
+if [ "${1:-}" = aot ]; then
+  export EXTRAS="dev,aot" MOEJAX_VENV="${MOEJAX_VENV:-$ROOT/.venv-aot}"
+fi
 make_environment
 cd "$ROOT"
 
 # One failing check does not hide what the others have to say.
 failed=()
+if [ "${1:-}" = aot ]; then
+  gate "${@:2}"
+  [ "${#failed[@]}" -eq 0 ] || die "failed: ${failed[*]}"
+  exit
+fi
 if [ "$#" -eq 0 ]; then
   say "ruff"
   "$BIN/ruff" check --quiet . || failed+=(ruff)

@@ -1,78 +1,64 @@
 """Every kernel compiled at its real sizes for chips that are not here: what it takes of them.
 
-    python -m moejax.planner.kernel_gate --chips=h200,v5p,v6e [--ops=kda,permute] [--quick] [--json]
+    python -m moejax.planner.kernel_gate --chips=h200,v5p [--also=b200,v6e] [--ops=kda] [--quick]
 
-For a GPU, the compiler's PTX is assembled again, which tells registers, spilled bytes and shared
-memory, and its machine code is read for large matrix instructions (HGMMA). A TPU's compiler refuses
-a kernel whose tiles do not fit. Ends with 1 where a kernel that must compile does not, or spills.
+For a GPU, the compiler's PTX is assembled again, which tells registers and spilled bytes, and its
+machine code is read for large matrix instructions (HGMMA). A TPU's compiler refuses a kernel whose
+tiles do not fit. Ends with 1 where a kernel of `--chips` does not compile, spills, or lacks the
+large matrix instructions it is meant to have; with 2 where the compilers are not installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
 import os
 import pathlib
-import re
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from rich.console import Console
-from rich.table import Table
 
-from moejax.planner.aot import absent_devices
-from moejax.planner.hardware import CHIPS, Hardware, parse_hardware
+import pallas_kernels
+from moejax.config import ConfigError
+from moejax.planner.aot import EXTRA, absent_devices
+from moejax.planner.gate_table import Row, markdown, table
+from moejax.planner.hardware import Hardware, parse_hardware
+from moejax.planner.kernel_resources import TOOLS, Resources, gpu_kernels, tool, tpu_kernels
 from pallas_kernels.choose import lowering_for
 from pallas_kernels.gate_case import GateCase
+from pallas_kernels.lowering import absent_gpu
 
-OPS = ("attn_res", "gated_norm", "grouped_matmul", "kda", "linear_xent", "permute", "short_conv")
+_FOLDER = pathlib.Path(pallas_kernels.__file__).parent
+OPS = tuple(sorted(path.parent.name for path in _FOLDER.glob("*/specs.py")))
 # One device of each: a GPU host of one, the smallest slice of a TPU.
 _SHAPES = {"v5p": "2x2x1", "v6e": "2x2", "tpu7x": "2x2x1"}
 _SM = {"h100": "sm_90a", "h200": "sm_90a", "b200": "sm_100a"}
+_SMS = {"h100": 132, "h200": 132, "b200": 148}  # multiprocessors
+_GATED = (*_SM, *_SHAPES)
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One kernel (of a GPU) or one program (of a TPU).
+def gate(chip: str, ops: Sequence[str], quick: bool = False) -> Iterator[Row]:
+    """Compiles the cases of the ops for one chip; a row for each kernel, and for each refusal.
 
-    Attributes:
-      chip, case, kernel: which; `kernel` is empty for a program that was refused.
-      registers: of a thread.
-      shared: bytes of shared memory of a block.
-      spilled: bytes of spill stores and loads.
-      hgmma, mma: large matrix instructions (HGMMA, UTCMMA) and small ones (HMMA) in machine code;
-        -1 where no disassembler is there.
-      temporaries: bytes the whole program needs beside its arguments and results.
-      seconds: of compiling the program.
-      fault: why it fails the gate, or "".
+    Raises:
+      ConfigError: there is no such chip, or what compiles for it is not installed.
     """
-
-    chip: str
-    case: str
-    kernel: str
-    registers: int = 0
-    shared: int = 0
-    spilled: int = 0
-    hgmma: int = 0
-    mma: int = 0
-    temporaries: int = 0
-    seconds: float = 0.0
-    fault: str = ""
-
-
-def gate(chip: str, ops: tuple[str, ...], quick: bool = False) -> Iterator[Row]:
-    """Compiles the cases of the ops for one chip."""
+    if chip not in _GATED:
+        raise ConfigError(f"chip {chip!r} has no gate. Chips: {', '.join(_GATED)}.")
     hardware = parse_hardware(f"{chip}:{_SHAPES.get(chip, '1x1')}")
     platform = {"cuda": "gpu"}.get(hardware.chip.platform, hardware.chip.platform)
     device = absent_devices(hardware)[0]
+    if platform == "gpu" and not all(map(tool, TOOLS)):
+        missing = ", ".join(name for name in TOOLS if not tool(name))
+        raise ConfigError(f"{missing} of the CUDA toolkit: not found. {EXTRA} brings them.")
     for op in ops:
         specs = importlib.import_module(f"pallas_kernels.{op}.specs")
         for case in getattr(specs, "gate_cases", lambda platform: [])(platform):
@@ -88,117 +74,102 @@ def _compiled(hardware: Hardware, platform: str, device: Any, case: GateCase) ->
         options = {"xla_dump_to": folder} if platform == "gpu" else {}
         began = time.perf_counter()
         try:
-            with lowering_for(platform):
+            with lowering_for(platform), _told_of(hardware):
                 compiled = jax.jit(case.fn).trace(*args).lower().compile(compiler_options=options)
         except Exception as error:  # each compiler has its own
-            fault = " ".join(str(error).split())[:300]
-            yield Row(chip, case.name, "", seconds=time.perf_counter() - began, fault=fault)
+            seconds, fault = time.perf_counter() - began, " ".join(str(error).split())[:300]
+            yield Row(chip, case.name, Resources(""), seconds=seconds, faults=(fault,))
             return
         seconds = time.perf_counter() - began
-        temporaries = compiled.memory_analysis().temp_size_in_bytes
-        if platform != "gpu":
-            yield Row(chip, case.name, case.name, temporaries=temporaries, seconds=seconds)
-            return
-        ours = _pallas_kernels(compiled.as_text())
-        for row in _resources(pathlib.Path(folder), _SM[chip], ours):
-            fault = "spills registers" if row["spilled"] else ""
-            named = any(row["kernel"].startswith(name) for name in case.matrix_bound)
-            if named and row["hgmma"] == 0:
-                fault = "no large matrix instruction"
-            yield Row(chip, case.name, **row, temporaries=temporaries, seconds=seconds, fault=fault)
+        hlo, dump = compiled.as_text(), pathlib.Path(folder)
+        found = gpu_kernels(hlo, dump, _SM[chip]) if platform == "gpu" else tpu_kernels(hlo)
+    taken = {"temporaries": compiled.memory_analysis().temp_size_in_bytes, "seconds": seconds}
+    for one in found:
+        yield Row(chip, case.name, one, faults=_faults(one, case, platform), **taken)
+    for fault in _absent(found, case, platform):
+        yield Row(chip, case.name, Resources(""), faults=(fault,), **taken)
 
 
-def _pallas_kernels(hlo: str) -> set[str]:
-    """Names of the Triton kernels that a program calls."""
-    return set(re.findall(r"(\w+)\)*/pallas_call", hlo))  # transpose(jvp(name)) in a gradient
+def _told_of(hardware: Hardware) -> contextlib.AbstractContextManager[None]:
+    """Pallas asks which GPU a kernel is for; the device beside the arguments does not tell it."""
+    if hardware.chip.platform != "cuda":
+        return contextlib.nullcontext()
+    return absent_gpu(hardware.chip.jax_kind, _SMS[hardware.name.partition(":")[0]])
 
 
-def _resources(folder: pathlib.Path, sm: str, ours: set[str]) -> list[dict[str, Any]]:
-    """What every kernel that came from Triton takes, from the PTX that was dumped."""
-    rows = []
-    for ptx in sorted(folder.glob("*.ptx")):
-        if not ours.intersection(re.findall(r"\.entry (\w+)\(", ptx.read_text())):
-            continue
-        cubin = ptx.with_suffix(".cubin")
-        told = _run([_tool("ptxas"), f"-arch={sm}", "-v", str(ptx), "-o", str(cubin)])
-        for block in re.split(r"Compiling entry function '", told)[1:]:
-            kernel = block.partition("'")[0]
-            if kernel in ours:
-                rows.append(_row(kernel, block, cubin))
-    return rows
+def _faults(one: Resources, case: GateCase, platform: str) -> tuple[str, ...]:
+    faults = ["spills registers"] if one.spilled else []
+    if platform == "gpu" and one.hgmma == 0:
+        if any(one.kernel.startswith(name) for name in case.matrix_bound):
+            faults.append("no large matrix instruction")
+    return tuple(faults)
 
 
-def _row(kernel: str, told: str, cubin: pathlib.Path) -> dict[str, Any]:
-    def number(pattern: str) -> int:
-        found = re.search(pattern, told)
-        return int(found.group(1)) if found else 0
-
-    spilled = number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads")
-    hgmma = mma = -1
-    if _tool("cuobjdump"):
-        code = _run([_tool("cuobjdump"), "-sass", "-fun", kernel, str(cubin)])
-        hgmma = len(re.findall(r"\b(?:HGMMA|UTCHMMA|UTCQMMA)\b", code))
-        mma = len(re.findall(r"\bHMMA\b", code))
-    return {
-        "kernel": kernel, "registers": number(r"Used (\d+) registers"),
-        "shared": number(r"(\d+) bytes smem"), "spilled": spilled, "hgmma": hgmma, "mma": mma,
-    }  # fmt: skip
+def _absent(found: Sequence[Resources], case: GateCase, platform: str) -> Iterator[str]:
+    """Faults of kernels that should be in a program and are not."""
+    if not found:
+        yield "no Pallas kernel in the program"
+        return
+    if platform == "gpu":
+        for name in case.matrix_bound:
+            if not any(one.kernel.startswith(name) for one in found):
+                yield f"no kernel {name} in the program"
 
 
-def _tool(name: str) -> str:
-    """Path of a program of the CUDA toolkit, from the path or from NVIDIA's wheels; "" if none."""
-    found = shutil.which(name)
-    if found:
-        return found
-    for folder in sys.path:
-        for path in pathlib.Path(folder, "nvidia").glob(f"*/bin/{name}"):
-            return str(path)
-    return ""
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    began = time.perf_counter()
+    required, also = (_names(text) for text in (options.chips, options.also))
+    try:
+        rows = list(_all(options, required + also))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if not options.json:
+        Console(width=160).print(table(rows))
+    if options.markdown:
+        seconds = time.perf_counter() - began
+        text = markdown(rows, required, also, seconds, list(sys.argv[1:] if argv is None else argv))
+        pathlib.Path(options.markdown).write_text(text)
+    failed = [row for row in rows if row.faults and row.chip in required]
+    for row in failed:
+        print(f"fault: {row.chip} {row.case} {row.of.kernel}: {row.fault}", file=sys.stderr)
+    return int(bool(failed))
 
 
-def _run(command: list[str]) -> str:
-    near = str(pathlib.Path(command[0]).parent)  # a disassembler calls another beside it
-    env = os.environ | {"PATH": f"{os.environ.get('PATH', '')}:{near}"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-    return done.stdout + done.stderr
-
-
-def table(rows: list[Row]) -> Table:
-    """The rows as people read them."""
-    shown = Table(box=None, header_style="bold")
-    for name in ("chip", "case", "kernel"):
-        shown.add_column(name, overflow="fold")
-    for name in ("regs", "SMEM", "spills", "HGMMA", "HMMA", "temp MB", "s"):
-        shown.add_column(name, justify="right")
-    shown.add_column("", overflow="fold")
-    for row in rows:
-        figures = (row.registers, row.shared, row.spilled, row.hgmma, row.mma)
-        shown.add_row(
-            row.chip, row.case, row.kernel, *(str(n) if n >= 0 else "?" for n in figures),
-            f"{row.temporaries / 1e6:.1f}", f"{row.seconds:.1f}", row.fault or "ok",
-        )  # fmt: skip
-    return shown
-
-
-def main(argv: list[str] | None = None) -> int:
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m moejax.planner.kernel_gate", description=__doc__
+        prog="python -m moejax.planner.kernel_gate", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument(
+        "--chips", default="h200,v5p", help=f"that must pass, of {','.join(_GATED)}: %(default)s"
     )
-    parser.add_argument("--chips", default="h200,v5p", help=f"of {', '.join(CHIPS)}")
-    parser.add_argument("--ops", default=",".join(OPS), help="folders of pallas_kernels")
+    parser.add_argument("--also", default="", help="chips that are reported and never fail")
+    parser.add_argument("--ops", default=",".join(OPS), help="folders of pallas_kernels: all")
     parser.add_argument("--quick", action="store_true", help="only the cases marked quick")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    options = parser.parse_args(argv)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    rows = []
-    for chip in options.chips.split(","):
-        for row in gate(chip, tuple(options.ops.split(",")), options.quick):
-            rows.append(row)
+    parser.add_argument("--markdown", metavar="FILE", help="also write the table there")
+    return parser
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _all(options: argparse.Namespace, chips: Sequence[str]) -> Iterator[Row]:
+    ops = _names(options.ops)
+    for op in ops:
+        if op not in OPS:
+            raise ConfigError(f"--ops={options.ops}: no operator {op!r}. Known: {', '.join(OPS)}.")
+    for chip in chips:
+        for row in gate(chip, ops, options.quick):
             if options.json:
                 print(json.dumps(dataclasses.asdict(row)), flush=True)
-    if not options.json:
-        Console(width=150).print(table(rows))
-    return int(any(row.fault for row in rows))
+            elif sys.stderr.isatty():
+                print(f"{chip} {row.case} {row.of.kernel}", file=sys.stderr)
+            yield row
 
 
 if __name__ == "__main__":

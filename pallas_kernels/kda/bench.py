@@ -4,6 +4,7 @@ python -m pallas_kernels.kda.bench
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,8 @@ def comparisons() -> list[Comparison]:
 
 
 def _call(*args: jax.Array, impl: str | None = None) -> jax.Array:
-    return kda(**dict(zip(_NAMES, args, strict=True)), impl=impl)[0]
+    inputs: dict[str, Any] = dict(zip(_NAMES, args, strict=True))
+    return kda(**inputs, impl=impl)[0]
 
 
 def _make(name: str) -> tuple[jax.Array, ...]:
