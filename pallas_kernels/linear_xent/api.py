@@ -6,9 +6,14 @@ from typing import Any
 from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels import choose
-from pallas_kernels.linear_xent import chunked, ref
+from pallas_kernels.linear_xent import chunked, pallas_gpu, ref
 
-_IMPLS: dict[str, Callable[..., Any]] = {"chunked": chunked.linear_xent, "ref": ref.linear_xent}
+_IMPLS: dict[str, Callable[..., Any]] = {
+    "pallas_gpu": pallas_gpu.linear_xent,
+    "chunked": chunked.linear_xent,
+    "ref": ref.linear_xent,
+}
+# On GPUs too: three products of a library against four and atomic sums. The kernel is for memory.
 _ORDER = {"cpu": ("chunked",)}
 
 
@@ -45,7 +50,7 @@ def linear_xent(
         (at least 256 rows).
       vocab_axis: mesh axis over which `weight` is split, inside `jax.shard_map(check_vma=False)`.
         Gradients follow `lax.psum`'s convention there: correct when taken outside the shard_map.
-      impl: None, "chunked" or "ref".
+      impl: None, "pallas_gpu", "chunked" or "ref"; None is chunked everywhere.
     Returns:
       Sum of the losses, float32 (float64 for such inputs), and the number of labels, int32.
     Raises:

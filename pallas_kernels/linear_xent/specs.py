@@ -5,6 +5,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gate_case import GateCase
+from pallas_kernels.linear_xent.api import linear_xent
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
@@ -77,3 +80,29 @@ def make_inputs(case: Case, seed: int = 0, poison: float | None = None):
     if poison is not None:
         x = x.at[: case.ignored].set(poison)
     return x, weight, labels.astype(jnp.int32)
+
+
+def gate_cases(platform: str) -> list[GateCase]:
+    """What must compile: K3's and Kimi-Linear's heads, loss and both gradients."""
+    if platform != "gpu":
+        return []
+
+    def gradients(x, weight, labels):
+        loss = lambda x, weight: linear_xent(  # noqa: E731
+            x, weight, labels, z_loss=1e-4, impl="pallas_gpu"
+        )[0]
+        return jax.value_and_grad(loss, argnums=(0, 1))(x, weight)
+
+    cases = []
+    for model, width in (("K3", 7168), ("Kimi-Linear", 2304)):
+        shape = jax.ShapeDtypeStruct
+        args = (
+            shape((4096, width), jnp.bfloat16), shape((163_840, width), jnp.bfloat16),
+            shape((4096,), jnp.int32),
+        )  # fmt: skip
+        fn = lambda *a, fn=gradients: fn(*a)  # noqa: E731
+        bound = ("xent_stats", "xent_grad")
+        cases.append(
+            GateCase(f"linear_xent {model}", fn, args, matrix_bound=bound, quick=model == "K3")
+        )
+    return cases

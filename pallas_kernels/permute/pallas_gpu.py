@@ -81,13 +81,12 @@ def _sum_of_slots(rows_RL, weights_MA, plan):
     if weights_MA is not None:
         given.append(weights_MA.astype(jnp.float32).reshape(-1))
     out = jax.ShapeDtypeStruct((num_tokens, width), rows_RL.dtype)
-    grid = (part.num_programs, part.num_columns)
-    return part.call(_sum_body, "sum_of_slots", grid, given, out)
+    return part.call(_sum_body, "sum_of_slots", part.num_columns, given, out)
 
 
 def _sum_body(part, num_real_ref, positions_ref, rows_ref, *refs):
     *weights_ref, out_ref = refs
-    columns, inside_ml = part.columns(pl.program_id(1))
+    columns, inside_ml = part.columns(part.column)
     sum_ml = jnp.zeros(inside_ml.shape, jnp.float32)
     for slot in range(part.num_slots):
         position_m, is_real_m = part.slot(positions_ref, slot, num_real_ref[0])
@@ -105,17 +104,16 @@ def _copy(x_ML, plan):
     part = _Part(tiles_for(num_tokens, width), num_tokens, num_slots, width)
     given = [_num_real(plan), plan.positions.reshape(-1), x_ML]
     out = jax.ShapeDtypeStruct((plan.order.shape[0], width), x_ML.dtype)
-    grid = (part.num_programs, part.num_columns)
-    return part.call(_copy_body, "copy_to_slots", grid, given, out)
+    return part.call(_copy_body, "copy_to_slots", part.num_columns, given, out)
 
 
 def _copy_body(part, num_real_ref, positions_ref, x_ref, out_ref):
-    columns, inside_ml = part.columns(pl.program_id(1))
+    columns, inside_ml = part.columns(part.column)
     x_ml = _gpu.load_rows(x_ref, part.tokens(), inside_ml, columns)
     for slot in range(part.num_slots):
         position_m, is_real_m = part.slot(positions_ref, slot, num_real_ref[0])
         _gpu.store_rows(out_ref, position_m, x_ml, inside_ml & is_real_m[:, None], columns)
-    part.clear(out_ref, num_real_ref[0], pl.program_id(1))
+    part.clear(out_ref, num_real_ref[0], part.column)
 
 
 def _weighted_copy(d_out_ML, rows_RL, weights_MA, plan):
@@ -131,7 +129,7 @@ def _weighted_copy(d_out_ML, rows_RL, weights_MA, plan):
         jax.ShapeDtypeStruct(weights.shape, weights_MA.dtype),
     ]
     # a dot is over a whole row: here one program has all its columns
-    d_rows_RL, dots = part.call(_gradient_body, "unpermute_grad", (part.num_programs,), given, out)
+    d_rows_RL, dots = part.call(_gradient_body, "unpermute_grad", 1, given, out)
     return d_rows_RL, dots.reshape(weights_MA.shape)
 
 
@@ -167,7 +165,9 @@ class _Part(NamedTuple):
     num_tokens: int
     num_slots: int
     width: int
-    program: Any = None  # which one this is; asked once, as loops of the interpreter cannot
+    # which tokens and which columns are this program's; asked once, as an interpreted loop cannot
+    program: Any = None
+    column: Any = None
 
     @property
     def num_programs(self) -> int:
@@ -177,13 +177,16 @@ class _Part(NamedTuple):
     def num_columns(self) -> int:
         return pl.cdiv(self.width, self.tiles.columns)
 
-    def call(self, body, name, grid, given, out):
+    def call(self, body, name, share, given, out):
+        """Runs `body`, with `share` programs for the columns of the same tokens, side by side."""
+
         def one(*refs):
-            body(self._replace(program=pl.program_id(0)), *refs)
+            program = pl.program_id(0)
+            body(self._replace(program=program // share, column=program % share), *refs)
 
         whole = lambda a: pl.BlockSpec(a.shape, lambda *_: (0,) * len(a.shape))  # noqa: E731
         return _gpu.call(
-            one, name=name, grid=grid, in_specs=[whole(a) for a in given],
+            one, name=name, grid=(self.num_programs * share,), in_specs=[whole(a) for a in given],
             out_specs=jax.tree.map(whole, out), out_shape=out, warps=self.tiles.warps,
         )(*given)  # fmt: skip
 

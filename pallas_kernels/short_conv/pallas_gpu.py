@@ -75,7 +75,9 @@ def _gradient(activation, x_BTX, taps_KX, segment_ids_BT, dy_BTX):
     ]
     whole = lambda a: pl.BlockSpec(a.shape, lambda *_: (0,) * len(a.shape))  # noqa: E731
     dx_RX, d_taps_GX = _gpu.call(
-        functools.partial(_body, walk), name="short_conv_grad", grid=(batch, chunks, parts),
+        functools.partial(_body, walk), name="short_conv_grad",
+        # a GPU counts the first axis up first: programs side by side have channels side by side
+        grid=(parts, chunks, batch),
         in_specs=[whole(a) for a in given], out_specs=[whole(a) for a in out], out_shape=out,
         warps=walk.tiles.warps,
     )(*given)  # fmt: skip
@@ -107,12 +109,10 @@ class _Walk(NamedTuple):
 
 
 def _body(walk, x_ref, dy_ref, segments_ref, taps_ref, dx_ref, d_taps_ref):
-    row, chunk = pl.program_id(0), pl.program_id(1)
+    part, chunk, row = (pl.program_id(axis) for axis in range(3))
     tiles, K = walk.tiles, walk.num_taps
-    columns = pl.ds(pl.program_id(2) * tiles.channels, tiles.channels)
-    inside = (
-        pl.program_id(2) * tiles.channels + jnp.arange(tiles.channels, dtype=jnp.int32)
-    ) < walk.channels
+    columns = pl.ds(part * tiles.channels, tiles.channels)
+    inside = (part * tiles.channels + jnp.arange(tiles.channels, dtype=jnp.int32)) < walk.channels
     begin = chunk * tiles.positions
     end = jnp.minimum(begin + tiles.positions, walk.length)
     taps = [_gpu.load(taps_ref.at[jnp.int32(j), columns], inside) for j in range(K)]
