@@ -1,9 +1,9 @@
 """grouped_matmul and its gradient out of three kernels: what GPUs and TPUs have in common.
 
-    h = rows W + low B,   low = s rows A            out = act(h)
-    dh = act'(h) dout     (h once more: nothing is kept beyond the arguments)
-    z = s dh B^T          drows = dh W^T + z A^T
-    dW = rows^T dh        dA = rows^T z             dB = low^T dh
+h = rows W + low B,   low = s rows A            out = act(h)
+dh = act'(h) dout     (h once more: nothing is kept beyond the arguments)
+z = s dh B^T          drows = dh W^T + z A^T
+dW = rows^T dh        dA = rows^T z             dB = low^T dh
 """
 
 from __future__ import annotations

@@ -25,12 +25,17 @@ SHARED_PIECE = 1024
 
 
 def grouped_matmul(rows_RK, weights, group_sizes_E, *, activation, situ_betas, lora_scale):
-    """As `chunked.grouped_matmul`; kernels as tile sizes say, `tiles`.
+    """As `chunked.grouped_matmul`; sizes of tiles are those of `tiles`.
 
     Raises:
-      NotImplementedError: a dtype other than float32 and bfloat16, or more than one.
+      NotImplementedError: a dtype other than float32 and bfloat16, or more than one; packed
+        weights between 2 and 4 GiB.
     """
     differentiated.check(rows_RK, weights)
+    if "scales" in weights and 2**31 < weights["base"].size <= 2**32:
+        raise NotImplementedError(
+            "packed weights of 2 to 4 GiB: the backend counts their bytes in 32 bits with a sign"
+        )
     if rows_RK.shape[0] == 0:
         width = weights["base"].shape[2] // (1 if activation is None else 2)
         return jnp.zeros((0, width), rows_RK.dtype)
@@ -66,8 +71,9 @@ def _rows(
     depth, width = (num_f, num_k) if across else (num_k, num_f)
     pieces = (0,) if activation is None else (0, width // 2)
     sizes = Sizes(
-        plan.mean_rows, depth, width // len(pieces), x_RD.dtype, activation is not None, packed
-    )
+        plan.mean_rows, depth, width // len(pieces), x_RD.dtype, gated=activation is not None,
+        backward=d_out is not None, packed=packed, adapted=low is not None,
+    )  # fmt: skip
     call = pallas_gpu_rows.Product(
         num_groups=plan.bounds.first.shape[0], depth=depth, width=width, across=across,
         pieces=pieces, activation=activation, betas=betas, backward=d_out is not None,

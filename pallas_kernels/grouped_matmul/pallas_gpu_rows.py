@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import _gpu
 from pallas_kernels.grouped_matmul import mxfp4
-from pallas_kernels.grouped_matmul.activation import gated_pair
+from pallas_kernels.grouped_matmul.activation import gated_pair, pair_gradients
 from pallas_kernels.grouped_matmul.tiles import Tiles, power_of_two_from
 
 # Programs that run side by side take this many tiles of rows under one tile of columns, then the
@@ -196,11 +196,6 @@ def _finished(call: Product, sums: tuple, d_out: jax.Array | None) -> tuple:
     """What is stored: the parts joined, their gradients, or the sum itself."""
     if call.activation is None:
         return (sums[0] if call.scale == 1 else sums[0] * call.scale,)
-
-    def joined(gate: jax.Array, up: jax.Array) -> jax.Array:
-        return gated_pair(gate, up, call.activation, call.betas)
-
     if d_out is None:
-        return (joined(*sums),)
-    _, pullback = jax.vjp(joined, *sums)
-    return pullback(d_out.astype(jnp.float32))
+        return (gated_pair(*sums, call.activation, call.betas),)
+    return pair_gradients(*sums, d_out.astype(jnp.float32), call.activation, call.betas)

@@ -115,6 +115,9 @@ def gate_cases(platform: str) -> list[GateCase]:
             cases.append(
                 GateCase(f"grouped {name} gradients {model}", _gradients(act), args, bound)
             )
+    few = jax.ShapeDtypeStruct((8192, 2304), "bfloat16")
+    args = few, *_gate_args(_UP["Kimi-Linear"])[1:], jax.ShapeDtypeStruct((8192, 1024), "bfloat16")
+    cases.append(GateCase("grouped up gradients, 32 rows a group", _gradients("situ"), args))
     for packed in (False, True):
         for name, shape, act in (("up", _UP["K3"], "situ"), ("down", _DOWN["K3"], None)):
             bound = ("grouped_rows", "grouped_drows", *(("grouped_dh",) if act else ()))

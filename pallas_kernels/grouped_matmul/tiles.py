@@ -14,7 +14,7 @@ class Tiles(NamedTuple):
       rows: of a tile (of a step of the loop, in the kernel that sums over rows).
       cols: columns of a tile of the result.
       depth: of the summed dim in a step (rows of the result, in the kernel that sums over rows).
-      warps, stages: of a GPU's program; the depth of its pipeline.
+      warps, stages: of a GPU's program, and of its pipeline.
     """
 
     rows: int
@@ -25,14 +25,27 @@ class Tiles(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the choice depends on: the mean group, the summed dim, the columns, the dtype."""
+    """What the choice depends on.
+
+    Attributes:
+      mean_rows: of a group.
+      depth: summed dim (of the kernel that sums over rows: K).
+      cols: columns of the result.
+      dtype: of the rows.
+      gated: two columns of the weight make one of the result.
+      backward: the gradients of those two are the result.
+      packed: the weight is MXFP4.
+      adapted: the product of a second pair of factors is added.
+    """
 
     mean_rows: int
     depth: int
     cols: int
     dtype: Any
     gated: bool = False
+    backward: bool = False
     packed: bool = False
+    adapted: bool = False
 
 
 def power_of_two_from(n: int, least: int = 16) -> int:
@@ -49,29 +62,28 @@ def rows_of_tile(mean_rows: int) -> int:
     return 128 if mean_rows >= 192 else min(64, power_of_two_from(mean_rows))
 
 
-def tiles_for_rows(sizes: Sizes, chip: str = "h200") -> Tiles:
-    """Of the kernel that multiplies rows by their group's weight.
-
-    `cols` counts each of the two weights where an activation joins them.
-    """
-    del chip  # one table: what fits the registers of Hopper fits Blackwell's
+def tiles_for_rows(sizes: Sizes) -> Tiles:
+    """Of the kernel that multiplies rows by their group's weight, on Hopper and Blackwell."""
     rows = rows_of_tile(sizes.mean_rows)
-    # 128 x 256 float32 sums over 256 threads are 128 registers each, the most that leaves room.
-    cols = 256 if rows >= 64 else 128
-    if sizes.gated:
-        cols //= 2
-    cols = min(cols, power_of_two_from(sizes.cols))
-    # 48 KB a step: 4 steps fill 192 of the 227 KB of shared memory.
     wide = jnp.dtype(sizes.dtype).itemsize == 4
+    # 128 x 256 sums in float32 over 256 threads are 128 registers each, the most that leaves room;
+    # unpacking needs as many again for its bits, so half of that, and so do the backward's adapters
+    # and float32.
+    half = sizes.packed or (sizes.backward and (sizes.adapted or wide))
+    cols = 128 if half else 256
+    cols = min(cols // (2 if sizes.gated else 1), power_of_two_from(sizes.cols))
+    # 48 KB a step in bfloat16: 4 steps are 192 of 227 KB of shared memory.
     depth = min(32 if wide else 64, power_of_two_from(sizes.depth, 32 if sizes.packed else 16))
-    return Tiles(rows, cols, depth, 8 if rows >= 64 and cols >= 128 // (1 + sizes.gated) else 4, 4)
+    # The cotangent's tile comes to the sums: with 256 threads they spill, with 512 they do not.
+    area = rows * cols * (2 if sizes.gated else 1)
+    warps = 4 if area < 128 * 64 else 16 if sizes.backward and area == 128 * 256 else 8
+    return Tiles(rows, cols, depth, warps, 4)
 
 
-def tiles_for_weights(sizes: Sizes, chip: str = "h200") -> Tiles:
+def tiles_for_weights(sizes: Sizes) -> Tiles:
     """Of the kernel that sums over a group's rows: `depth` x `cols` of a weight's gradient."""
-    del chip
     wide = jnp.dtype(sizes.dtype).itemsize == 4
-    rows = 32 if wide or sizes.mean_rows < 64 else 64
+    rows = 32 if wide or sizes.mean_rows < 64 else 64  # as the depth above
     depth = min(128, power_of_two_from(sizes.depth))
     cols = min(256, power_of_two_from(sizes.cols))
     return Tiles(rows, cols, depth, 8 if depth * cols >= 128 * 128 else 4, 4)
