@@ -187,6 +187,42 @@ def get_config() -> ConfigDict:
     # dropped and counted [>= 0]
     c.model.moe.capacity_factor = 0.0
 
+    c.model.vision = ConfigDict()
+    # layers of the vision tower; 0 = no tower [>= 0]
+    c.model.vision.num_layers = 0
+    # width of the tower [>= 1]
+    c.model.vision.dim = 64
+    # heads of the tower [>= 1]
+    c.model.vision.num_heads = 4
+    # width of such a head, a multiple of 4 [>= 4]
+    c.model.vision.head_dim = 16
+    # inner width of the tower's MLPs [>= 1]
+    c.model.vision.mlp_dim = 128
+    # pixels a side of a patch; 2 x 2 patches become one token [>= 1]
+    c.model.vision.patch = 14
+    # learned positions a side, resized to the grid of each image [>= 1]
+    c.model.vision.grid = 64
+    # how they are resized: bilinear (K3) or bicubic (K2.5) [one of 'bilinear', 'bicubic']
+    c.model.vision.grid_resize = "bilinear"
+    # most frames of one clip [>= 1]
+    c.model.vision.max_frames = 4
+    # norms of the tower: rms (K3) or layer (K2.5) [one of 'rms', 'layer']
+    c.model.vision.norm = "rms"
+    # their epsilon [> 0]
+    c.model.vision.norm_eps = 1.1920928955078125e-07
+    # biases of the tower's and the projector's maps (K2.5)
+    c.model.vision.biases = False
+    # norm of the projector: after its maps (K3) or before them (K2.5) [one of 'after', 'before']
+    c.model.vision.projector_norm = "after"
+    # epsilon of the projector's norm [> 0]
+    c.model.vision.projector_eps = 1e-05
+    # token whose places take the features of images, one to one [>= 0]
+    c.model.vision.pad_token = 0
+    # most patches of an image; larger ones are shrunk [>= 4]
+    c.model.vision.max_patches = 65536
+    # most patches along a side of an image [>= 2]
+    c.model.vision.max_side = 512
+
     c.mesh = ConfigDict()
     # pipeline stages (1 in this version) [>= -1]
     c.mesh.stage = 1

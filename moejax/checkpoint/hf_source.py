@@ -88,7 +88,8 @@ class HfSource:
         self.raw_config = self.folder.config
         keys = self.folder.keys()
         try:
-            self.family, self.cfg = read_hf_config(self.raw_config)
+            vision = _has_tower(keys, tuple(allow_unexpected))
+            self.family, self.cfg = read_hf_config(self.raw_config, vision=vision)
         except UnsupportedError as error:
             raise self._with_tensor(error, keys) from error
         self._check_blocks()
@@ -282,6 +283,12 @@ def _gather(keys: Mapping[str, tuple[str, tuple[int, ...]]], folder: HfFolder) -
         if key not in scales and key not in out and not key.endswith(_PACKED):
             out[key] = Stored("plain", (key,), shape, dtype)
     return {k: out[k] for k in sorted(out, key=_natural)}
+
+
+def _has_tower(keys: Collection[str], allowed: tuple[str, ...]) -> bool:
+    """Whether there is a vision tower and it is not to be carried along unused."""
+    tower = "vision_tower."
+    return any(key.startswith(tower) for key in keys) and not tower.startswith(allowed or ("\0",))
 
 
 def _needs(scale: str, key: str, keys: Mapping[str, Any], folder: HfFolder) -> str:

@@ -19,7 +19,15 @@ from moejax.checkpoint.layout import named_leaves
 from moejax.layers.param import is_kept_float32
 from moejax.models.decoder import layer_kinds
 from moejax.models.grouping import layer_places
-from moejax.models.hf_keys import MODEL_RULES, Spelling, TensorRule, layer_rules
+from moejax.models.hf_keys import (
+    MODEL_RULES,
+    VISION_BLOCK,
+    VISION_BLOCK_RULES,
+    VISION_RULES,
+    Spelling,
+    TensorRule,
+    layer_rules,
+)
 from moejax.models.parts import ModelParts
 
 Index = tuple[int | slice, ...]
@@ -105,7 +113,7 @@ class KeyMap:
             for rule, form in forms[prefix]:
                 for entry in self._layer_entries(rule, form, prefix, place, i):
                     out[entry.name] = entry
-        return out
+        return out | {entry.name: entry for entry in self._vision_entries()}
 
     def kind(self, name: str) -> str:
         """`mapped` (a tensor of the model), `carried` (kept as it is) or `unexpected`."""
@@ -162,6 +170,24 @@ class KeyMap:
                 name = self.spelling.prefix + rule.name.format_map(self._words)
                 index = (slice(None),) * len(self.leaves[leaf].shape)
                 yield Entry(name, form.stored, ((leaf, index),), form, False)
+
+    def _vision_entries(self) -> Iterator[Entry]:
+        """Tensors of the tower and its projector; none where the model has no tower."""
+        blocks = range(self.parts.cfg.vision.num_layers)
+        for rules, owner, places in (
+            (VISION_RULES, "vision", ((),)),
+            (VISION_BLOCK_RULES, "vision/blocks", tuple((i,) for i in blocks)),
+        ):
+            for rule in rules:
+                leaf = f"{owner}/{rule.parts[0].leaf.replace('.', '/')}"
+                if leaf not in self.leaves:
+                    continue
+                for place in places:
+                    shape = self.leaves[leaf].shape[len(place) :]
+                    form = _form(rule, [shape])
+                    start = "".join(f"{VISION_BLOCK}{i}." for i in place)
+                    index: Index = (*place, *(slice(None) for _ in shape))
+                    yield Entry(start + rule.name, form.stored, ((leaf, index),), form, False)
 
     def _forms(self, prefix: str, attention: str, ffn: str) -> Iterator[tuple[TensorRule, _Form]]:
         packed = self.parts.cfg.moe.expert_format == "mxfp4"

@@ -32,6 +32,7 @@ from moejax.config.training import (
     SamplesConfig,
     TrainConfig,
 )
+from moejax.config.vision import VisionConfig
 
 __all__ = [
     "MESH_AXES",
@@ -58,6 +59,7 @@ __all__ = [
     "SourceConfig",
     "SourceFields",
     "TrainConfig",
+    "VisionConfig",
     "allowed",
     "as_dict",
     "build_section",

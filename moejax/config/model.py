@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from moejax.config.fields import ConfigError, Section, setting
+from moejax.config.vision import VisionConfig
 
 ATTENTION_KINDS = ("kda", "mla", "dsa")
 
@@ -167,6 +168,7 @@ class ModelConfig(Section):
     dsa: DsaConfig = dataclasses.field(default_factory=DsaConfig)
     ffn: FfnConfig = dataclasses.field(default_factory=FfnConfig)
     moe: MoeConfig = dataclasses.field(default_factory=MoeConfig)
+    vision: VisionConfig = dataclasses.field(default_factory=VisionConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -177,7 +179,11 @@ class ModelConfig(Section):
                 f"model.attention={self.attention!r} names {wrong}; it is a comma-separated "
                 f"pattern of {', '.join(ATTENTION_KINDS)}, repeated over the layers."
             )
-
+        if self.vision.num_layers and self.vision.pad_token >= self.vocab_size:
+            raise ConfigError(
+                f"model.vision.pad_token={self.vision.pad_token} is not below "
+                f"model.vocab_size={self.vocab_size}. Name a token that the embedding holds."
+            )
         width = self.moe.latent_dim or self.dim
         if self.moe.expert_format == "mxfp4" and (width % 32 or self.moe.expert_dim % 32):
             raise ConfigError(

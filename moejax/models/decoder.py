@@ -19,6 +19,8 @@ from moejax.layers.moe.placement import Spread
 from moejax.layers.norm import RmsNorm
 from moejax.layers.param import use
 from moejax.layers.quantised import as_bytes, dequantised
+from moejax.layers.vision.images import Images, place_features
+from moejax.layers.vision.tower import VisionTower
 from moejax.memory.layer_loop import Loop, run_layers, scan_layers
 from moejax.models.block import DecoderLayer, Residual, num_sources, start_residual
 from moejax.models.cache import DecodeCache, spread
@@ -181,11 +183,13 @@ class Decoder(nnx.Module):
         self.final_norm = RmsNorm(cfg.dim, cfg.norm_eps)
         if not cfg.tie_embeddings:
             self.head = Embed(cfg.vocab_size, cfg.dim, cfg.init_std, rngs)
+        if cfg.vision.num_layers:
+            self.vision = VisionTower(cfg.vision, cfg.dim, cfg.init_std, rngs)
 
     def __call__(
         self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None, *,
         dtype: Any = jnp.float32, remat: str = "none", dropout_key: jax.Array | None = None,
-        pinned_XBTA: jax.Array | None = None,
+        pinned_XBTA: jax.Array | None = None, images: Images | None = None,
     ) -> tuple[jax.Array, Aux]:  # fmt: skip
         """Hidden states after the final norm.
 
@@ -198,12 +202,13 @@ class Decoder(nnx.Module):
           dropout_key: key of this step and microbatch; None turns dropout off.
           pinned_XBTA: int32, experts of every layer and token, instead of the routers' choice (a
             near-tie may fall either way, and then nothing else can be compared).
+          images: their features take the places of the tokens that stand for them.
         Returns:
           [B, T, D] in `dtype`, and per segment and run the auxiliary values [repeats, count, ...].
         """
         if segment_ids_BT is None:
             segment_ids_BT = jnp.ones_like(tokens_BT)
-        residual = self._start(tokens_BT, dtype)
+        residual = self._start(tokens_BT, dtype, images, remat)
         aux = []
         for i in range(self.num_stacks):
             residual, stack_aux = getattr(self, f"stack{i}")(
@@ -245,8 +250,14 @@ class Decoder(nnx.Module):
         cache = spread(DecodeCache(tuple(layers), cache.padding_B, length))
         return self.logits(hidden_BTD)[:, 0], cache
 
-    def _start(self, tokens_BT: jax.Array, dtype: Any) -> Residual:
-        x_BTD = constrain(self.embed(tokens_BT, dtype), ("batch", "seq", "embed"))
+    def _start(
+        self, tokens_BT: jax.Array, dtype: Any, images: Images | None = None, remat: str = "none"
+    ) -> Residual:
+        x_BTD = self.embed(tokens_BT, dtype)
+        if images is not None:
+            features = self.vision(images.patches, dtype=dtype, remat=remat)
+            x_BTD = place_features(x_BTD, features, images.feature_at)
+        x_BTD = constrain(x_BTD, ("batch", "seq", "embed"))
         return start_residual(x_BTD, num_sources(self.cfg.num_layers, self.cfg.attn_res_block))
 
     def _last_read(self, residual: Residual) -> jax.Array:

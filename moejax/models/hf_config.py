@@ -14,6 +14,7 @@ from moejax.config import ConfigError, ModelConfig, build_section
 from moejax.models import hf_keys
 from moejax.models.hf_config_types import REALS, check_types
 from moejax.models.hf_keys import Spelling
+from moejax.models.hf_vision import read_vision
 
 _ROPED = {"mla.rope": "interleaved", "mla.output_gate": "none"}
 _KIMI = {"mla.output_gate": "none", "kda.gate": "softplus", "kda.output_gate": "low_rank"}
@@ -178,11 +179,12 @@ class UnsupportedError(ConfigError):
         )
 
 
-def read_hf_config(raw: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
+def read_hf_config(raw: Mapping[str, Any], *, vision: bool = True) -> tuple[Family, ModelConfig]:
     """Family and model of a `config.json`.
 
     Args:
       raw: the parsed file.
+      vision: with its vision tower, if it has one; without, the language model alone.
     Returns:
       The family, and the model with balancing and kernels at their defaults.
     Raises:
@@ -214,6 +216,9 @@ def read_hf_config(raw: Mapping[str, Any]) -> tuple[Family, ModelConfig]:
     fields = dict(family.defaults) | {"name": str(model_type)}
     fields |= _take(text, KEYS) | _linear(text) | _gates(text) | _rope(text, family, model_type)
     fields |= _experts(text) | _layers(text, family, fields, model_type)
+    if vision:
+        tower = read_vision(raw, text["hidden_size"])
+        fields |= {f"vision.{name}": value for name, value in tower.items()}
     return family, _model(fields)
 
 

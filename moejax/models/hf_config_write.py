@@ -8,6 +8,7 @@ from typing import Any
 
 from moejax.config import ConfigError, ModelConfig
 from moejax.models.hf_config import ACTIVATIONS, FAMILIES, KEYS, read_hf_config
+from moejax.models.hf_vision import write_vision
 
 
 def family_name(cfg: ModelConfig) -> str:
@@ -16,7 +17,9 @@ def family_name(cfg: ModelConfig) -> str:
     if cfg.attn_res_block or cfg.moe.latent_dim or cfg.ffn.activation == "situ":
         return "kimi_k3"
     if "kda" in kinds:
-        return "kimi_linear"
+        return "kimi_k3" if cfg.vision.num_layers else "kimi_linear"
+    if cfg.vision.num_layers and "dsa" not in kinds:
+        return "kimi_k25"
     return "deepseek_v32" if "dsa" in kinds else "deepseek_v3"
 
 
@@ -30,7 +33,7 @@ def write_hf_config(cfg: ModelConfig) -> dict[str, Any]:
     family = FAMILIES[model_type]
     flat = _flat(cfg)
     skip = "index_ linear_ kda_" if family.style == "kimi" else "linear_ kda_ activation_ attn_res"
-    text: dict[str, Any] = {"model_type": "kimi_linear" if family.nested else model_type}
+    text: dict[str, Any] = {"model_type": _TEXT_TYPES.get(model_type, model_type)}
     for key in KEYS:
         name = key.kimi if family.style == "kimi" else key.deepseek
         if not name.startswith(tuple(skip.split())) and name not in _ABSENT.get(model_type, ()):
@@ -43,14 +46,18 @@ def write_hf_config(cfg: ModelConfig) -> dict[str, Any]:
     raw = text
     if family.nested:
         raw = {"model_type": model_type, "tie_word_embeddings": cfg.tie_embeddings}
-        raw |= {"architectures": ["KimiK3ForConditionalGeneration"], "text_config": text}
+        raw |= {"architectures": [_ARCHITECTURES[model_type]], "text_config": text}
+        raw |= write_vision(cfg)
     else:
         raw["architectures"] = [_ARCHITECTURES[model_type]]
     _check_round_trip(cfg, raw)
     return raw
 
 
+_TEXT_TYPES = {"kimi_k3": "kimi_linear", "kimi_k25": "deepseek_v3"}
 _ARCHITECTURES = {
+    "kimi_k3": "KimiK3ForConditionalGeneration",
+    "kimi_k25": "Kimi_K25ForConditionalGeneration",
     "kimi_linear": "KimiLinearForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
@@ -59,7 +66,7 @@ _K3_ONLY = (
     "routed_expert_hidden_size", "latent_moe_use_norm", "activation_situ_beta",
     "activation_situ_linear_beta", "attn_res_block_size",
 )  # fmt: skip
-_ABSENT = {name: _K3_ONLY for name in ("kimi_linear", "deepseek_v3", "deepseek_v32")}
+_ABSENT = {name: _K3_ONLY for name in ("kimi_linear", "deepseek_v3", "deepseek_v32", "kimi_k25")}
 
 
 def _write_kimi(cfg: ModelConfig) -> dict[str, Any]:
@@ -112,7 +119,7 @@ _NOT_WRITTEN = (
     "dsa.stage", "dsa.kl_weight", "dsa.k_norm_eps", "moe.balance", "moe.bias_rate",
     "moe.aux_weight", "moe.exchange", "moe.exchange_slices", "moe.exchange_level",
     "moe.exchange_hosts", "moe.buffer_factor", "moe.receive_factor", "moe.capacity_factor",
-    "moe.expert_format",
+    "moe.expert_format", "vision.max_patches", "vision.max_side",
 )  # fmt: skip
 
 
@@ -141,7 +148,8 @@ def _check_round_trip(cfg: ModelConfig, raw: Mapping[str, Any]) -> None:
 
 def _sections_used(cfg: ModelConfig) -> dict[str, bool]:
     kinds = set(cfg.attention_kinds())
-    return {"kda": "kda" in kinds, "dsa": "dsa" in kinds, "mla": bool(kinds - {"kda"})}
+    attention = {"kda": "kda" in kinds, "dsa": "dsa" in kinds, "mla": bool(kinds - {"kda"})}
+    return attention | {"vision": cfg.vision.num_layers > 0}
 
 
 def _unused(cfg: ModelConfig, name: str) -> bool:

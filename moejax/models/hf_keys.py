@@ -156,6 +156,48 @@ def layer_rules(attention: str, ffn: str, *, packed: bool = False) -> tuple[Tens
     return _COMMON_RULES + attention_rules + (DENSE_RULES if ffn == "dense" else moe_rules)
 
 
+# The vision tower and its projector: whole names, the same in every family.
+VISION_RULES = (
+    _rule("vision_tower.patch_embed.proj.weight", "d c y x", "patch", "c y x d"),
+    _rule("vision_tower.patch_embed.proj.bias", "d", "patch_bias", "d"),
+    _rule("vision_tower.patch_embed.pos_emb.weight", "r c d", "grid", "r c d"),
+    _rule("vision_tower.encoder.final_layernorm.weight", "d", "final_norm.weight", "d"),
+    _rule("vision_tower.encoder.final_layernorm.bias", "d", "final_norm.bias", "d"),
+    *(
+        _rule(f"mm_projector.{name}.{end}", "d", f"projector.{name}.{end}", "d")
+        for name in ("pre_norm", "post_norm")
+        for end in ("weight", "bias")
+    ),
+    *(
+        rule
+        for place, leaf in ((0, "fc0"), (2, "fc1"))
+        for rule in (
+            _rule(f"mm_projector.proj.{place}.weight", "o i", f"projector.{leaf}", "i o"),
+            _rule(f"mm_projector.proj.{place}.bias", "o", f"projector.{leaf}_bias", "o"),
+        )
+    ),
+)
+VISION_BLOCK = "vision_tower.encoder.blocks."
+# Below a block of the tower.
+VISION_BLOCK_RULES = (
+    *(
+        _rule(f"{name}.{end}", "d", f"{name}.{end}", "d")
+        for name in ("norm0", "norm1")
+        for end in ("weight", "bias")
+    ),
+    _rule("wqkv.weight", "(t n h) d", "qkv", "d t n h"),
+    _rule("wqkv.bias", "(t n h)", "qkv_bias", "t n h"),
+    *(
+        rule
+        for name, leaf in (("wo", "o"), ("mlp.fc0", "fc0"), ("mlp.fc1", "fc1"))
+        for rule in (
+            _rule(f"{name}.weight", "o i", leaf, "i o"),
+            _rule(f"{name}.bias", "o", f"{leaf}_bias", "o"),
+        )
+    ),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Spelling:
     """How a family writes the names; the fields fill the templates of the rules.

@@ -108,7 +108,8 @@ def num_values(info: ParamInfo, leaf: Any) -> int:
 def _part_of(name: str) -> str:
     """Which row of the parameter table a dotted name belongs to."""
     for needle, part in (
-        (".lora.", "adapters"),
+        (".lora.", "adapters"), ("vision.projector.", "image projector"),
+        ("vision.", "vision tower"),
         ("embed.", "embedding"), ("head.", "head"), (".experts.", "routed experts"),
         (".shared.", "shared experts"), (".router.", "router"), (".indexer.", "indexer"),
         ("latent_", "latent maps"), ("mix.", "attention residuals"), ("norm.", "norms"),

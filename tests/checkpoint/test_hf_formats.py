@@ -27,7 +27,7 @@ from tests.models.published import FOLDER
 
 FOLDERS = (
     "k3_text", "k3_multimodal", "k3_mxfp4", "kimi_linear", "deepseek_v3", "deepseek_v32",
-    "deepseek_v32_fp8", "bailing_hybrid",
+    "deepseek_v32_fp8", "bailing_hybrid", "kimi_k25",
 )  # fmt: skip
 SHIPPED = ("tiny", "small", "kimi_k31", "kimi_linear_48b", "deepseek_v32")
 
@@ -41,7 +41,17 @@ def test_export_of_import_is_bit_equal(name, tmp_path):
     assert len(after.files) > 1
     for key in before.keys():
         assert bytes(after.raw(key)) == bytes(before.raw(key)), key
-    assert report.num_carried == (24 if name == "k3_multimodal" else 0)
+    assert report.num_carried == 0
+
+
+def test_a_vision_tower_can_be_carried_along(tmp_path):
+    folder = FOLDER / "k3_multimodal"
+    report = import_hf(folder, tmp_path / "in", allow=("vision_tower.",))
+    assert report.num_carried == 24
+    export_hf(tmp_path / "in", tmp_path / "out")
+    before, after = HfFolder(folder), HfFolder(tmp_path / "out")
+    assert after.keys() == before.keys() and after.config == before.config
+    assert all(bytes(after.raw(key)) == bytes(before.raw(key)) for key in before.keys())
 
 
 def test_parts_that_are_not_computed_are_carried(tmp_path):
