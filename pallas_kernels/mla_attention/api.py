@@ -3,11 +3,15 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import blocks, choose
-from pallas_kernels.mla_attention import chunked, ref
+from pallas_kernels.mla_attention import chunked, pallas_gpu, ref
 
-_IMPLS = {"chunked": chunked.mla_attention, "ref": ref.mla_attention}
+_IMPLS = {
+    "pallas_gpu": pallas_gpu.mla_attention, "chunked": chunked.mla_attention,
+    "ref": ref.mla_attention,
+}  # fmt: skip
 _MAX_IMPLS = {"chunked": chunked.max_logit, "ref": ref.max_logit}
-_ORDER = {"cpu": ("chunked",)}
+_ORDER = {"gpu": ("pallas_gpu", "chunked"), "cpu": ("chunked",)}
+_MAX_ORDER = {"cpu": ("chunked",)}
 
 
 def mla_attention(
@@ -75,5 +79,5 @@ def max_logit(
     sizes = blocks.check_shapes("max_logit", "q: B T N H; k: B T N H", q=q, k=k)
     blocks.check_one_dtype("max_logit", q=q, k=k)
     seg = blocks.check_segments("max_logit", "segment_ids", segment_ids, (sizes["B"], sizes["T"]))
-    names = choose.candidates(_MAX_IMPLS, _ORDER, impl)
+    names = choose.candidates(_MAX_IMPLS, _MAX_ORDER, impl)
     return choose.first_that_runs(_MAX_IMPLS, names, q, k, seg, scale=scale)

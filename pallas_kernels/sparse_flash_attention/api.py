@@ -3,11 +3,15 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import blocks, choose
-from pallas_kernels.sparse_flash_attention import chunked, ref
+from pallas_kernels.sparse_flash_attention import chunked, pallas_gpu, ref
 
-_IMPLS = {"chunked": chunked.sparse_flash_attention, "ref": ref.sparse_flash_attention}
+_IMPLS = {
+    "pallas_gpu": pallas_gpu.sparse_flash_attention, "chunked": chunked.sparse_flash_attention,
+    "ref": ref.sparse_flash_attention,
+}  # fmt: skip
 _MAX_IMPLS = {"chunked": chunked.sparse_max_logit, "ref": ref.sparse_max_logit}
-_ORDER = {"cpu": ("chunked",)}
+_ORDER = {"gpu": ("pallas_gpu", "chunked"), "cpu": ("chunked",)}
+_MAX_ORDER = {"cpu": ("chunked",)}
 
 
 def sparse_flash_attention(
@@ -70,7 +74,7 @@ def sparse_max_logit(
     Source: Kimi K2, arXiv:2507.20534, section 2.1.
     """
     _check("sparse_max_logit", q_latent, q_rope, latent, k_rope, indices)
-    names = choose.candidates(_MAX_IMPLS, _ORDER, impl)
+    names = choose.candidates(_MAX_IMPLS, _MAX_ORDER, impl)
     args = (q_latent, q_rope, latent, k_rope, indices)
     return choose.first_that_runs(_MAX_IMPLS, names, *args, scale=scale)
 

@@ -89,7 +89,8 @@ def _backward_by_scatter(q_BTNK, rows_BSK, indices_BTJ, lse, dout, shift, C, sca
     return dq, drows
 
 
-def _backward_dense(q_BTNK, rows_BSK, indices_BTJ, lse, dout, shift, C, scale):
+def backward_dense(q_BTNK, rows_BSK, indices_BTJ, lse, dout, shift, C, scale):
+    """Gradients of queries, and in float32 of rows, by products with dense probabilities."""
     dtype, low = accum_dtype(q_BTNK), q_BTNK.dtype
     S = rows_BSK.shape[1]
     values_BSC = rows_BSK[..., :C]
@@ -125,7 +126,7 @@ def _attend_bwd(C, scale, deterministic, residuals, cotangents):
     q_BTNK, rows_BSK, indices_BTJ, out, lse = residuals
     dout, dlse = cotangents
     shift_BTN = dlse - jnp.sum(dout * out, axis=-1)
-    backward = _backward_dense if deterministic else _backward_by_scatter
+    backward = backward_dense if deterministic else _backward_by_scatter
     dout = dout.astype(q_BTNK.dtype)
     dq, drows = backward(q_BTNK, rows_BSK, indices_BTJ, lse, dout, shift_BTN, C, scale)
     return dq, drows.astype(rows_BSK.dtype), None

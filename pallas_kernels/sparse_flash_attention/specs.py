@@ -1,10 +1,14 @@
 """Named cases of sparse_flash_attention, tolerances, and what a case costs."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.gate_case import GateCase
 
 # Relative RMS error against ref.py in float32 arithmetic, outputs and gradients alike.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -67,3 +71,57 @@ CASES = {
     "later_queries": Case(1, 33, 150, 2, 8, 4, 8),
 }
 LARGE = Case(1, 1024, 1024, 8, 64, 16, 128)
+# Widths that a matrix unit takes; slots of one, two and three tiles of a kernel.
+KERNEL_CASES = {
+    "one": Case(2, 1, 1, 1, 16, 16, 1),
+    "more_than_all": Case(1, 6, 6, 3, 16, 16, 65, empty=1),
+    "heads": Case(1, 5, 70, 70, 16, 16, 40),
+    "later_queries": Case(2, 3, 300, 18, 32, 16, 129),
+}
+
+
+def gate_cases(platform: str) -> list[GateCase]:
+    """What must compile: K3.1's and DeepSeek-V3.2's heads, 8 K queries of 8 K to 128 K keys."""
+    if platform != "gpu":
+        return []
+    names = ("", "_ds", "_grad")
+    kernels = tuple(f"sparse_flash_attention{name}" for name in names)
+    return [
+        GateCase(
+            f"sparse_flash_attention {way} {model} {keys // 1024} K", function(platform, backward),
+            shapes(8192, keys, heads, backward), kernels if backward else kernels[:1],
+            quick=keys == 8192 and heads == 96,
+        )
+        for model, heads in (("K3.1", 96), ("DeepSeek-V3.2", 128))
+        for keys in (8192, 32768, 131072)
+        for way, backward in (("forward", False), ("backward", True))
+    ]  # fmt: skip
+
+
+def shapes(queries: int, keys: int, heads: int, backward: bool = False):
+    """q_latent, q_rope, latent, k_rope, indices, and with `backward` cotangents."""
+    low = lambda *shape: jax.ShapeDtypeStruct((1, *shape), jnp.bfloat16)  # noqa: E731
+    inputs = (
+        low(queries, heads, 512), low(queries, heads, 64), low(keys, 512), low(keys, 64),
+        jax.ShapeDtypeStruct((1, queries, 2048), jnp.int32),
+    )  # fmt: skip
+    if not backward:
+        return inputs
+    wide = jax.ShapeDtypeStruct((1, queries, heads, 512), jnp.float32)
+    return *inputs, wide, jax.ShapeDtypeStruct((1, queries, heads), jnp.float32)
+
+
+def function(platform: str, backward: bool) -> Callable[..., Any]:
+    """Output and lse, or the gradients, of what `shapes` lists."""
+    # which imports kernels
+    from pallas_kernels.sparse_flash_attention import sparse_flash_attention
+
+    def forward(*inputs):
+        return sparse_flash_attention(*inputs, scale=192**-0.5, impl=f"pallas_{platform}")
+
+    def gradients(*args):
+        *inputs, indices, dout, dlse = args
+        run = lambda *inputs: forward(*inputs, indices)  # noqa: E731
+        return jax.vjp(run, *inputs)[1]((dout, dlse))
+
+    return gradients if backward else forward
