@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.benching.comparison import Comparison, both_ways, gradients, print_all
-from pallas_kernels.kda import kda, specs
+from pallas_kernels.benching.device_case import DeviceCase
+from pallas_kernels.benching.foreign import jla_kda
+from pallas_kernels.kda import gates, kda, kda_fused, specs
 
 _NAMES = ("q", "k", "v", "log_decay", "beta")
 
@@ -90,6 +92,45 @@ def keep_all(
         step, jnp.zeros((B, N, H, v.shape[-1])), [jnp.moveaxis(x, 2, 0) for x in parts]
     )
     return out.transpose(1, 0, 3, 2, 4).reshape(B, T, N, -1)
+
+
+def device_cases(toy: bool) -> list[DeviceCase]:
+    """From raw inputs to the output, at the sizes of Kimi K3 and Kimi Linear."""
+    if toy:
+        return [_device_case("toy", specs.Case(1, 128, 1, 16, 16, dtype="bfloat16"), -5.0)]
+    k3, linear = specs.BENCHES["kimi_k3"], specs.BENCHES["kimi_linear"]
+    return [
+        _device_case("Kimi Linear", linear, None, ">= 1.3 x FLA forward + backward"),
+        _device_case("K3", k3, -5.0, ">= 3 x chunked"),
+    ]
+
+
+def _device_case(
+    name: str, case: specs.Case, lower_bound: float | None, target: str = ""
+) -> DeviceCase:
+    B, T, N, H = case.B, case.T, case.N, case.H
+
+    def make(key: jax.Array) -> tuple[jax.Array, ...]:
+        keys = jax.random.split(key, 7)
+        shapes = [(B, T, N, H)] * 4 + [(B, T, N)]
+        drawn = [jax.random.normal(k, s, case.dtype) for k, s in zip(keys, shapes, strict=False)]
+        weights = jax.random.normal(keys[5], (N,)) * 0.3, jax.random.normal(keys[6], (N, H))
+        return (*drawn, *weights)
+
+    def by_jla(q: Any, k: Any, v: Any, gate: Any, beta: Any, a_log: Any, dt_bias: Any) -> jax.Array:
+        log_decay = gates.log_decay(gate, a_log, dt_bias, lower_bound)
+        return jla_kda(q, k, v, log_decay, gates.write_strength(beta))
+
+    return DeviceCase(
+        "kda", f"{name} B{B} T{T} N{N} H{H}", make,
+        lambda *a, impl: kda_fused(*a, lower_bound=lower_bound, impl=impl)[0],
+        argnums=tuple(range(7)),
+        flops=(specs.flops(case), specs.flops(case, backward=True)), tolerance=2e-2,
+        # the state at the start of every chunk, written and read in two bytes
+        kept=2 * 2 * B * N * H * case.h * (T // case.chunk),
+        others={"jax-linear-attention": by_jla}, torch=("fla",),
+        dims={"B": B, "T": T, "N": N, "H": H, "lower_bound": lower_bound}, target=target,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.benching.comparison import Comparison, print_all
+from pallas_kernels.benching.device_case import DeviceCase
+from pallas_kernels.benching.foreign import jla_xent
 from pallas_kernels.linear_xent import linear_xent
 
 # tokens, vocabulary, width, rows of a chunk, and floors (times faster, times smaller)
@@ -46,6 +48,34 @@ def _make(tokens: int, vocab: int, width: int) -> tuple[jax.Array, ...]:
     x = jax.random.normal(keys[0], (tokens, width))
     weight = jax.random.normal(keys[1], (vocab, width))
     return x, weight, jax.random.randint(keys[2], (tokens,), 0, vocab)
+
+
+def device_cases(toy: bool) -> list[DeviceCase]:
+    """The mean loss at K3's head."""
+    tokens, width, vocab = (48, 32, 96) if toy else (4096, 7168, 163_840)
+
+    def make(key: jax.Array) -> tuple[jax.Array, ...]:
+        keys = jax.random.split(key, 3)
+        x = jax.random.normal(keys[0], (tokens, width), jnp.bfloat16)
+        weight = jax.random.normal(keys[1], (vocab, width), jnp.bfloat16) * width**-0.5
+        return x, weight, jax.random.randint(keys[2], (tokens,), 0, vocab)
+
+    def call(*args: jax.Array, impl: str) -> jax.Array:
+        return linear_xent(*args, impl=impl)[0] / tokens
+
+    product = 2 * tokens * width * vocab
+    return [
+        DeviceCase(
+            "linear_xent", f"{'toy' if toy else 'K3'} T{tokens} D{width} V{vocab}", make, call,
+            argnums=(0, 1), flops=(product, 2 * product), tolerance=1e-2,
+            others={
+                "full logits": lambda *args: plain(*args)[0] / tokens,
+                "jax-linear-attention": lambda *args: jla_xent(*args) / tokens,
+            },
+            torch=("liger",), dims={"T": tokens, "D": width, "V": vocab},
+            target="forward + backward <= 1.2 x three products",
+        )
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":
