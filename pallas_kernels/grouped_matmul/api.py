@@ -4,14 +4,19 @@ from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from pallas_kernels import choose
 from pallas_kernels.grouped_matmul import activation as activations
-from pallas_kernels.grouped_matmul import chunked, mxfp4, pallas_gpu, ref
+from pallas_kernels.grouped_matmul import chunked, mxfp4, pallas_gpu, pallas_tpu, ref
 
 _IMPLS = {
     "pallas_gpu": pallas_gpu.grouped_matmul,
+    "pallas_tpu": pallas_tpu.grouped_matmul,
     "chunked": chunked.grouped_matmul,
     "ref": ref.grouped_matmul,
 }
-_ORDER = {"gpu": ("pallas_gpu", "chunked"), "cpu": ("chunked",)}
+_ORDER = {
+    "gpu": ("pallas_gpu", "chunked"),
+    "tpu": ("pallas_tpu", "chunked"),
+    "cpu": ("chunked",),
+}
 
 
 def grouped_matmul(
@@ -45,7 +50,7 @@ def grouped_matmul(
       scales: uint8 [E, K/32, F], an exponent per 32 codes along K.
       lora: low-rank adapters (a, b): a [E, K, Q], or [K, Q] for all groups, and b [E, Q, F].
       lora_scale: factor of the adapters, static.
-      impl: None, "pallas_gpu", "chunked" or "ref".
+      impl: None, "pallas_gpu", "pallas_tpu", "chunked" or "ref".
     Returns:
       [R, F], or [R, F / 2] with an activation, in rows' dtype.
     Raises:

@@ -103,7 +103,7 @@ _BACKWARD = ("grouped_drows", "grouped_dbase")
 
 
 def gate_cases(platform: str) -> list[GateCase]:
-    """Forward and backward at 65,536 rows of bfloat16: plain, with adapters, with packed weights."""
+    """Both directions at 65,536 rows of bfloat16: plain, with adapters, with packed weights."""
     del platform
     cases = [
         GateCase("grouped up forward K3", _forward("situ"), _gate_args(_UP["K3"]), _FORWARD, True)

@@ -87,3 +87,45 @@ def tiles_for_weights(sizes: Sizes) -> Tiles:
     depth = min(128, power_of_two_from(sizes.depth))
     cols = min(256, power_of_two_from(sizes.cols))
     return Tiles(rows, cols, depth, 8 if depth * cols >= 128 * 128 else 4, 4)
+
+
+def rows_of_visit(mean_rows: int) -> int:
+    """Rows of a tile on TPUs: a group begins anywhere, so about one more tile a group is visited.
+
+    Half of the mean group wastes a half at most; a TPU's array takes 128 or 256 rows at a time, and
+    bfloat16 comes in 16s.
+    """
+    return min(256, max(16, 1 << (max(mean_rows // 2, 1).bit_length() - 1)))
+
+
+# Of one buffer of weights in a TPU's VMEM; there are two, beside as many of rows and of results.
+_WEIGHT_BYTES = 6 << 20
+
+
+def cols_of_visit(depth: int, width: int, dtype: Any, packed_rows: bool) -> int:
+    """Columns of a tile on TPUs, whose depth is whole: a weight is read once for all its rows.
+
+    Args:
+      depth: of all weights in a tile together.
+      packed_rows: a tile is rows of packed weights, 32 to a scale, and scales come in 8s.
+    Raises:
+      NotImplementedError: packed weights too large for one tile and no multiple of 256 along K.
+    """
+    most = _WEIGHT_BYTES // (depth * jnp.dtype(dtype).itemsize)
+    if packed_rows:
+        if width <= most:
+            return width
+        fitting = [n for n in range(256, most + 1, 256) if width % n == 0]
+        if not fitting:
+            raise NotImplementedError(f"no tile divides {width} packed weights")
+        return fitting[-1]
+    if width <= min(most, 1024) and width % 128:
+        return width
+    most = max(128, min(most, 1024) // 128 * 128)
+    fitting = [n for n in range(128, most + 1, 128) if width % n == 0]
+    return fitting[-1] if fitting and fitting[-1] * 2 > most else most
+
+
+def area_of_gradient(num_k: int, num_f: int) -> tuple[int, int]:
+    """Columns of both factors of a weight's gradient on TPUs: its float32 sums are 4 MB at most."""
+    return min(num_k, 1024), min(num_f, 1024)

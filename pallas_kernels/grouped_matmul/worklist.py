@@ -59,13 +59,14 @@ def tiles(bounds: Bounds, num_rows: int, tile_rows: int, multiple: int = 1) -> j
     )
 
 
-def visits(bounds: Bounds, num_rows: int, tile_rows: int) -> jax.Array:
+def visits(bounds: Bounds, num_rows: int, tile_rows: int, *, empty_too: bool = False) -> jax.Array:
     """Every aligned tile of rows once for each group that has rows in it, in the rows' order.
 
     Args:
       bounds: of E groups, one after the other.
       num_rows: a multiple of `tile_rows`, and no group ends behind it.
       tile_rows: rows of a tile.
+      empty_too: a group without rows visits a tile, too.
     Returns:
       int32 [4, num_rows // tile_rows + E]: group, tile, first row of the group in this tile, and
       the row past its last. Items that nothing needs repeat the last tile and group, with no rows.
@@ -73,9 +74,9 @@ def visits(bounds: Bounds, num_rows: int, tile_rows: int) -> jax.Array:
     num_groups = bounds.first.shape[0]
     first_tile_E = bounds.first // tile_rows
     behind_E = -(-bounds.end // tile_rows)
-    count_E = jnp.where(bounds.end > bounds.first, behind_E - first_tile_E, 0)
+    count_E = jnp.where(bounds.end > bounds.first, behind_E - first_tile_E, int(empty_too))
     group_L, at_L, used_L = _placed(count_E, num_rows // tile_rows + num_groups)
-    tile_L = jnp.where(used_L, first_tile_E[group_L] + at_L, jnp.int32(num_rows // tile_rows - 1))
+    tile_L = jnp.minimum(first_tile_E[group_L] + at_L, num_rows // tile_rows - 1)
     first_L = jnp.maximum(bounds.first[group_L], tile_L * tile_rows)
     end_L = jnp.minimum(bounds.end[group_L], (tile_L + 1) * tile_rows)
     return jnp.stack([group_L, tile_L, first_L, jnp.where(used_L, end_L, first_L)])
