@@ -93,7 +93,7 @@ def check(bench: Bench, case: DeviceCase) -> dict[str, Any]:
     if not bench.budget.allows():
         return bench.tell(**facts, status="out of time")
     try:
-        args, cotangents = _draw(case, 0)
+        args, cotangents = draw(case, 0)
         found = bench.compiled(case, bench.ours, _DIRECTIONS[-1], args, cotangents)(
             args, cotangents
         )
@@ -122,7 +122,7 @@ def timings(bench: Bench, case: DeviceCase) -> Iterator[dict[str, Any]]:
                 continue
             began = time.perf_counter()
             try:
-                sets = sets or [_draw(case, seed) for seed in range(bench.sets)]
+                sets = sets or [draw(case, seed) for seed in range(bench.sets)]
                 facts |= _time(bench, case, what, name, sets)
             except Exception as error:
                 facts |= _reason(error)
@@ -171,7 +171,8 @@ def _torch(bench: Bench, case: DeviceCase) -> Iterator[dict[str, Any]]:
         yield bench.tell(**(facts | {"what": ""} | one))
 
 
-def _draw(case: DeviceCase, seed: int) -> tuple[Any, Any]:
+def draw(case: DeviceCase, seed: int) -> tuple[Any, Any]:
+    """Arguments and cotangents of a case."""
     key, other = jax.random.split(jax.random.key(seed))
     args = jax.jit(case.make)(key)
     return args, case.cotangents(other, args)

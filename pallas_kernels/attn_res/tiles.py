@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from pallas_kernels.tuning import tunable
+
 
 class Tiles(NamedTuple):
     """tokens, gradient_tokens: that one program goes through. warps: of a GPU's program."""
@@ -15,6 +17,7 @@ class Tiles(NamedTuple):
 _TPU_BYTES = 8 * 2**20
 
 
+@tunable
 def tiles_for(num_sources: int, width: int, itemsize: int, chip: str = "h200") -> Tiles:
     """Tiles for sources [num_sources, tokens, width]; reasoned, not measured on a GPU or TPU.
 

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from pallas_kernels.tuning import tunable
+
 
 class Tiles(NamedTuple):
     """rows: handled at once. blocks: of rows, one after the other, that share a sum of d_weight.
@@ -14,6 +16,7 @@ class Tiles(NamedTuple):
     warps: int = 0
 
 
+@tunable
 def tiles_for(num_rows: int, width: int, chip: str = "h200") -> Tiles:
     """Tiles for [num_rows, width]; reasoned, not measured on a GPU or TPU.
 

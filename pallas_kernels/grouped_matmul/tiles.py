@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+from pallas_kernels.tuning import tunable
+
 
 class Tiles(NamedTuple):
     """Of one kernel.
@@ -62,6 +64,7 @@ def rows_of_tile(mean_rows: int) -> int:
     return 128 if mean_rows >= 192 else min(64, power_of_two_from(mean_rows))
 
 
+@tunable
 def tiles_for_rows(sizes: Sizes) -> Tiles:
     """Of the kernel that multiplies rows by their group's weight, on Hopper and Blackwell."""
     rows = rows_of_tile(sizes.mean_rows)
@@ -80,6 +83,7 @@ def tiles_for_rows(sizes: Sizes) -> Tiles:
     return Tiles(rows, cols, depth, warps, 4)
 
 
+@tunable
 def tiles_for_weights(sizes: Sizes) -> Tiles:
     """Of the kernel that sums over a group's rows: `depth` x `cols` of a weight's gradient."""
     wide = jnp.dtype(sizes.dtype).itemsize == 4

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from pallas_kernels.tuning import tunable
+
 
 class Tiles(NamedTuple):
     """What a kernel of `kda` is cut into.
@@ -26,6 +28,7 @@ class Tiles(NamedTuple):
     stages: int = 2
 
 
+@tunable
 def tiles_for(H: int, h: int) -> Tiles:
     """Tiles for keys of H and values of h channels; compiled, not timed."""
     return Tiles(channels=min(64, H), columns=min(64, h))

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from pallas_kernels.tuning import tunable
+
 
 class Tiles(NamedTuple):
     """rows, vocab: of a tile of logits. width: of x and weight that a step of a product reads.
@@ -19,6 +21,7 @@ class Tiles(NamedTuple):
     stages: int
 
 
+@tunable
 def tiles_for(num_rows: int, num_vocab: int, width: int, chip: str = "h200") -> Tiles:
     """Tiles for x [num_rows, width] and weight [num_vocab, width]; not measured on a GPU.
 

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from pallas_kernels.tuning import tunable
+
 
 class Tiles(NamedTuple):
     """tokens: of a program. gradient_tokens: the same where unpermute's two gradients are formed.
@@ -15,6 +17,7 @@ class Tiles(NamedTuple):
     warps: int
 
 
+@tunable
 def tiles_for(num_tokens: int, width: int, chip: str = "h200") -> Tiles:
     """Tiles for [num_tokens, width]; all are reasoned, none is measured on a GPU yet.
 

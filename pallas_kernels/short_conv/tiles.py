@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from pallas_kernels.tuning import tunable
+
 
 class Tiles(NamedTuple):
     """positions, channels: of a program. ahead: positions whose rows are on their way.
@@ -15,6 +17,7 @@ class Tiles(NamedTuple):
     warps: int
 
 
+@tunable
 def tiles_for(length: int, channels: int, chip: str = "h200") -> Tiles:
     """Tiles for [length, channels]; reasoned, not measured on a GPU.
 
