@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
+from moejax.cluster import join
 from moejax.config import ConfigError, RunConfig, flat_names, nearest
 from moejax.config.load import load_config, shipped_names
 
@@ -125,7 +126,8 @@ def add_devices(parser: Parser) -> None:
     group.add_argument(
         "--multihost",
         action="store_true",
-        help="join the other processes of the cluster (jax.distributed finds them)",
+        help="join the other processes of the run, which `moejax launch`, SLURM, Open MPI, "
+        "Kubernetes or a TPU pod has started",
     )
 
 
@@ -163,7 +165,7 @@ def start_devices(options: argparse.Namespace) -> int:
     import jax  # only now: it reads both variables once
 
     if options.multihost:
-        jax.distributed.initialize()
+        join()
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:

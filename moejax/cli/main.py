@@ -20,6 +20,7 @@ COMMANDS = {
     "eval": ("moejax.cli.evaluate", "loss of a checkpoint on a split"),
     "finetune": ("moejax.cli.finetune", "train a model on conversations: in full, or adapters"),
     "generate": ("moejax.cli.generate", "text that a model continues"),
+    "launch": ("moejax.cli.launch", "a command in several processes that share one run"),
     "config": ("moejax.cli.config", "resolved config, parameter counts, sharding table"),
     "place": ("moejax.cli.place", "which device should hold which expert, by recorded loads"),
     "compile": ("moejax.cli.compile", "does the train step fit hardware that is not here?"),

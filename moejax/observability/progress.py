@@ -27,6 +27,7 @@ class Progress:
         *,
         first_step: int = 0,
         enabled: bool = True,
+        silent: bool = False,
         line_every_s: int | float = 10.0,
         console: rich.console.Console | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -36,16 +37,18 @@ class Progress:
           num_steps: the last step's number.
           first_step: steps already done when this run started.
           enabled: False shows nothing (messages of `print` still come).
+          silent: shows nothing at all, as all processes of a run but the first.
           line_every_s: least seconds between plain lines.
           console: where to; None is the standard output.
           clock: seconds, from any origin.
         """
         self._console = console or Console()
         self._num_steps, self._step = num_steps, first_step
-        self._enabled, self._line_every_s, self._clock = enabled, line_every_s, clock
+        self._enabled, self._silent = enabled and not silent, silent
+        self._line_every_s, self._clock = line_every_s, clock
         self._started: tuple[int, float] | None = None
         self._last_line_s = -float("inf")
-        self._bar = self._make_bar() if enabled and self._console.is_terminal else None
+        self._bar = self._make_bar() if self._enabled and self._console.is_terminal else None
         if self._bar is not None:
             self._task = self._bar.add_task("", total=num_steps, completed=first_step, text="")
 
@@ -110,6 +113,8 @@ class Progress:
 
     def print(self, line: str) -> None:
         """Prints a line, above the bar where there is one."""
+        if self._silent:
+            return
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:

@@ -52,7 +52,8 @@ class Launches:
 
     def __add__(self, other: Launches) -> Launches:
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
-        return Launches(*(a + b for a, b in pairs))
+        kernels, moved, ours, loops = (a + b for a, b in pairs)
+        return Launches(kernels, moved, ours, loops)
 
     def times(self, count: int) -> Launches:
         return Launches(
@@ -95,7 +96,8 @@ def layer_program(cfg: ModelConfig, number: int, tokens: int) -> tuple[Any, list
     """``f(params, state, x, ...)``, the gradient of a layer's mean output, and its arguments."""
     kind = layer_kinds(cfg)[number]
     abstract = nnx.eval_shape(lambda: DecoderLayer(cfg, kind, nnx.Rngs(params=0)))
-    graph, params, balance, rest = nnx.split(abstract, nnx.Param, Balance, ...)
+    graph, *states = nnx.split(abstract, nnx.Param, Balance, ...)
+    params, balance, rest = states
     low = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jnp.bfloat16), params)
 
     def loss(params, x_BTD, balance, rest, segment_ids_BT):

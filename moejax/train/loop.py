@@ -16,6 +16,7 @@ from moejax.data import TrainIterator
 from moejax.models.flops import train_flops_per_token
 from moejax.observability import DeadExperts, LoadLog, Progress, StepProfiler, Writers, peak_flops
 from moejax.optim import ema_params
+from moejax.train.agreement import Agreement
 from moejax.train.compile import Compiled, compile_once, kernel_lines
 from moejax.train.diagnose import NonFiniteError, first_bad_tensor
 from moejax.train.evaluate import EvalResult, Evaluator, put_batch
@@ -89,11 +90,12 @@ class Loop:
     def run(self, stop: StopRequest) -> str:
         """Steps until the end, a signal, or `train.stop_at`. Returns why it ended, in words."""
         stop_at = self.cfg.train.stop_at
+        self.agreement = Agreement(self.program.mesh, stop)
         total = self.iterator.last_step(self.start_step, self.cfg.train.num_steps)
         for step in range(self.start_step + 1, total + 1):
             traced = self._dispatch(step)
             # Read the signal once: one that comes a moment later must find the next step, and save.
-            signalled = stop.name
+            signalled = self.agreement.name
             stopping = bool(signalled) or step == stop_at
             closing = stopping or step == total or self._is_due(step)
             # Between milestones the host looks at a step while the next one runs.
@@ -113,8 +115,9 @@ class Loop:
     def _dispatch(self, step: int) -> bool:
         """Hands a step to the devices. Returns whether a trace is to end after it."""
         batch = put_batch(self.program, next(self.iterator), self.cfg.train.accumulation)
+        vote = self.agreement.vote()
         if self.compiled is None:
-            self.compiled = self._compile(batch)
+            self.compiled = self._compile(batch, *vote)
             self._mark = time.perf_counter()  # compiling is no part of the first step's time
         if self.profiler.starts(step):
             self._drain(keep=0, held=None)
@@ -122,18 +125,23 @@ class Loop:
             self._mark = time.perf_counter()  # nor is starting a trace, or ending one
         else:
             self.profiler.before(step)
-        self.state, metrics = self.compiled.call(self.state, batch)
+        self.state, metrics = self.compiled.call(self.state, batch, *vote)
         self._pending.append(Pending(step, batch, metrics, self.iterator.get_state()))
         if self.profiler.ends(step):
             return True
         self.profiler.after(step, metrics)
         return False
 
-    def _compile(self, batch: dict[str, jax.Array]) -> Compiled:
+    def _compile(self, batch: dict[str, jax.Array], *vote: jax.Array) -> Compiled:
         program = self.program
+
+        def step(state, batch, *vote):
+            state, metrics = train_step(program, state, batch)
+            return state, Agreement.counted(metrics, *vote)
+
         with jax.set_mesh(program.mesh):
             compiled = compile_once(
-                lambda state, batch: train_step(program, state, batch), self.state, batch,
+                step, self.state, batch, *vote,
                 donate_argnums=0, out_shardings=(program.shardings, None),
                 compiler_options=compiler_options(program.cfg.train.prefetch, program.mesh),
             )  # fmt: skip
@@ -149,6 +157,7 @@ class Loop:
         while len(self._pending) > keep:
             done = self._pending.pop(0)
             host = jax.device_get(done.metrics)
+            self.agreement.read(host)
             if self.first_step_s is None:
                 self.first_step_s = time.perf_counter() - self._began
             if not host["finite"]:

@@ -31,6 +31,7 @@ from moejax.observability import (
     Progress,
     RunSummary,
     StepProfiler,
+    Writers,
     open_writers,
     print_summary,
 )
@@ -179,7 +180,8 @@ def _train(
     if program.selection is not None and not jax.process_index():
         write_adapters(workdir, program.selection.targets, shared_a=cfg.lora.shared_a)
     keep_for_export(weights, workdir)
-    writers = open_writers(workdir, cfg.log, first_step=start + 1)
+    first = jax.process_index() == 0
+    writers = open_writers(workdir, cfg.log, first_step=start + 1) if first else Writers([])
     loads = _open_loads(program, workdir, first_step=start + 1)
     profiler = StepProfiler(cfg.profile, workdir, say)
     samples = None
@@ -187,7 +189,9 @@ def _train(
         samples = Samples(program, tokenizer, workdir, writers, first_step=start + 1)
     try:
         with (
-            Progress(last_step, first_step=start, enabled=cfg.log.progress) as progress,
+            Progress(
+                last_step, first_step=start, enabled=cfg.log.progress, silent=not first
+            ) as progress,
             StopRequest(say) as stop,
         ):
             loop = Loop(
@@ -209,7 +213,8 @@ def _train(
         checkpoints.close()
     newest = checkpoints.latest_step()
     where = checkpoints.path(newest) if newest is not None else None
-    result = TrainResult(dict(loop.last), where, int(loop.state.step), outcome, stop.signum)
+    signum = loop.agreement.signum
+    result = TrainResult(dict(loop.last), where, int(loop.state.step), outcome, signum)
     if jax.process_index():
         return result, None
     return result, summarize(cfg, workdir, loop, checkpoints, outcome)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -105,12 +106,14 @@ def init_state(
 
 def as_tree(state: TrainState, seed: int) -> dict:
     """The state as a checkpoint stores it: plain dicts, with the run's random key beside it."""
+    key = np.asarray(jax.random.key_data(jax.random.key(seed)))
+    everywhere = state.step.sharding  # several processes write no array that only one of them has
     return {
         "params": state.params,
         "opt_state": state.opt_state,
         "balance": state.balance,
         "step": state.step,
-        "rng": jax.random.key_data(jax.random.key(seed)),
+        "rng": jax.make_array_from_callback(key.shape, everywhere, lambda index: key[index]),
     }
 
 

@@ -1,0 +1,168 @@
+"""Several processes on this machine as one job: started, watched and ended together."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import IO, Any
+
+from moejax.cluster.join import Membership
+
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.05
+_NOISE = "[Gloo] Rank"  # what the collectives' library prints at every group of processes
+
+
+class Supervisor:
+    """Runs a command in several processes that join each other.
+
+    The first process has the terminal: its output is the job's. What the others print goes to
+    their logs, and what they write to stderr also to ours, each line with the process's number.
+    """
+
+    def __init__(
+        self, command: Sequence[str], num_processes: int, *, logs: pathlib.Path | None = None,
+        grace_s: float = 60.0, say: Callable[[str], Any] = print,
+    ):  # fmt: skip
+        """
+        Args:
+          command: the program and its arguments, the same for all.
+          num_processes: how many.
+          logs: folder for one file a process, `process-00001.log`; None for none.
+          grace_s: what the others get to end by themselves when one has failed, or after a signal.
+          say: takes lines about processes that end.
+        """
+        self.command, self.num_processes = list(command), num_processes
+        self.logs, self.grace_s, self.say = logs, grace_s, say
+        self.processes: list[subprocess.Popen[str]] = []
+        self._readers: list[threading.Thread] = []
+        self._signals: list[int] = []
+
+    def run(self) -> int:
+        """Starts the processes and waits for them.
+
+        Returns:
+          0 when all of them ended well, else the exit code of the first that did not, 128 + the
+          signal of one that was killed.
+        """
+        place = f"127.0.0.1:{_free_port()}"
+        handlers = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            for number in range(self.num_processes):
+                self._start(Membership(place, self.num_processes, number))
+            return self._watch()
+        finally:
+            self._end_all()
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
+
+    @property
+    def signalled(self) -> bool:
+        """Whether a signal asked for the end."""
+        return bool(self._signals)
+
+    def _note(self, signum: int, _: Any) -> None:
+        self._signals.append(signum)
+
+    def _start(self, place: Membership) -> None:
+        alone = place.process_id == 0 and self.logs is None
+        pipe = None if alone else subprocess.PIPE
+        process = subprocess.Popen(
+            self.command, env=os.environ | place.as_env(), stdout=pipe, stderr=pipe, text=True,
+            errors="replace", start_new_session=True, preexec_fn=_die_with_parent,
+        )  # fmt: skip
+        self.processes.append(process)
+        log = self._open_log(place.process_id)
+        lock = threading.Lock()  # both streams of a process write to its log
+        for stream, ours in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            if stream is None:
+                continue
+            shown = ours if place.process_id == 0 or stream is process.stderr else None
+            args = (stream, shown, log, lock, place.process_id)
+            reader = threading.Thread(target=_copy, args=args, daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    def _open_log(self, number: int) -> IO[str] | None:
+        if self.logs is None:
+            return None
+        self.logs.mkdir(parents=True, exist_ok=True)
+        return open(self.logs / f"process-{number:05d}.log", "w", buffering=1)
+
+    def _watch(self) -> int:
+        """Until all have ended; when one fails, the others are asked to, then made to."""
+        code, deadline, sent = 0, float("inf"), 0
+        while running := [p for p in self.processes if p.poll() is None]:
+            for number, process in enumerate(self.processes):
+                ended = process.poll()
+                if ended and not code and not sent:
+                    code = _exit_code(ended)
+                    self.say(f"process {number} ended {_in_words(ended)}; ending the others")
+                    deadline = time.monotonic() + self.grace_s
+                    _signal_all(running, signal.SIGTERM)
+            if len(self._signals) > sent:
+                _signal_all(running, self._signals[sent])
+                sent += 1
+                deadline = time.monotonic() + self.grace_s
+            if time.monotonic() > deadline:
+                self.say(f"{len(running)} processes did not end in {self.grace_s:g} s: killed")
+                _signal_all(running, signal.SIGKILL)
+                deadline = float("inf")
+            time.sleep(_POLL_S)
+        ends = [process.wait() for process in self.processes]
+        return code or next((_exit_code(ended) for ended in ends if ended), 0)
+
+    def _end_all(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        for reader in self._readers:
+            reader.join(timeout=5)
+
+
+def _copy(stream: IO[str], shown: IO[str] | None, log: IO[str] | None, lock, number: int) -> None:
+    """Lines of a process to its log and, with its number if it is not the first, to ours."""
+    for line in stream:
+        if log is not None:
+            with lock:
+                log.write(line)
+        if shown is not None and not line.startswith(_NOISE):
+            shown.write(line if number == 0 else f"[{number}] {line}")
+            shown.flush()
+
+
+def _signal_all(processes: Sequence[subprocess.Popen[str]], signum: int) -> None:
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signum)
+
+
+def _die_with_parent() -> None:
+    """Asks the kernel to end this process when the one that watches it is gone; Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _exit_code(ended: int) -> int:
+    return ended if ended >= 0 else 128 - ended
+
+
+def _in_words(ended: int) -> str:
+    return f"with exit code {ended}" if ended >= 0 else f"by {signal.Signals(-ended).name}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
