@@ -57,7 +57,8 @@ def gate_cases(platform: str) -> list[GateCase]:
 
     def gradient(*args):
         *inputs, num_sources, d_mix = args
-        return jax.vjp(lambda *a: forward(*a, num_sources), *inputs)[1](d_mix)
+        mix = lambda *a: forward(*(*a, num_sources))  # noqa: E731
+        return jax.vjp(mix, *inputs)[1](d_mix)
 
     inputs = (vector, vector, sources, number)
     return [

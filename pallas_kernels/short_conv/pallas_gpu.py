@@ -140,7 +140,8 @@ def _body(walk, x_ref, dy_ref, segments_ref, taps_ref, dx_ref, d_taps_ref):
         d_taps = tuple(d_taps[j] + own * xs_seen[K - 1 - j] for j in range(K))
         # what K - 1 positions ago is seen by
         since = segments[K - 1]
-        dx = sum(jnp.where(segments[k] == since, taps[k] * ds[k], 0) for k in range(K))
+        terms = (jnp.where(segments[k] == since, taps[k] * ds[k], 0) for k in range(K))
+        dx = sum(terms, start=zeros)
         target = t - (K - 1)
         ours = inside & (target >= begin) & (target < end)
         at = row * walk.length + jnp.clip(target, 0, walk.length - 1)
