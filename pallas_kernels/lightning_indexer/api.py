@@ -6,10 +6,13 @@ from typing import Literal, overload
 from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels import blocks, choose
-from pallas_kernels.lightning_indexer import chunked, ref
+from pallas_kernels.lightning_indexer import chunked, pallas_gpu, ref
 
-_IMPLS = {"chunked": chunked.lightning_indexer, "ref": ref.lightning_indexer}
-_ORDER = {"cpu": ("chunked",)}
+_IMPLS = {
+    "pallas_gpu": pallas_gpu.lightning_indexer, "chunked": chunked.lightning_indexer,
+    "ref": ref.lightning_indexer,
+}  # fmt: skip
+_ORDER = {"gpu": ("pallas_gpu", "chunked"), "cpu": ("chunked",)}
 
 
 @overload
@@ -22,6 +25,8 @@ def lightning_indexer(
     segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
     q_offset: int | Int[Array, ""] = 0,
+    order: Literal["score", "position"] = "score",
+    approx_recall: float | None = None,
     return_scores: Literal[False] = False,
     impl: str | None = None,
 ) -> Int32[Array, "B T J"]: ...
@@ -37,6 +42,8 @@ def lightning_indexer(
     segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
     q_offset: int | Int[Array, ""] = 0,
+    order: Literal["score", "position"] = "score",
+    approx_recall: float | None = None,
     return_scores: Literal[True],
     impl: str | None = None,
 ) -> tuple[Int32[Array, "B T J"], Float[Array, "B T J"]]: ...
@@ -51,13 +58,16 @@ def lightning_indexer(
     segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
     q_offset: int | Int[Array, ""] = 0,
+    order: Literal["score", "position"] = "score",
+    approx_recall: float | None = None,
     return_scores: bool = False,
     impl: str | None = None,
 ) -> Int32[Array, "B T J"] | tuple[Int32[Array, "B T J"], Float[Array, "B T J"]]:
-    """The `top_k` visible keys of highest index score for each query, exactly.
+    """The `top_k` visible keys of highest index score for each query, exactly unless told not to.
 
         I_ts = sum_j U^-1/2 u^-1/2 w_tj relu(<q_tj, k_s>)
     Key s is visible if it has the query's segment id, that id is not 0, and s <= t + q_offset.
+    -0.0 and 0.0 tie; a NaN is below every number, and returned as the lowest one.
     Not differentiable: gradients through it are zero. The loss that trains it is `indexer_kl`.
 
     Args:
@@ -67,13 +77,17 @@ def lightning_indexer(
       segment_ids: document of each query, non-decreasing along a row, 0 = padding; all 1 if None.
       kv_segment_ids: document of each key; `segment_ids` if None (then S must equal T).
       q_offset: position of the first query among the keys.
+      order: "score" falls by score, the lower index first in a tie; "position" rises by index: the
+        same keys, found with less work on a GPU, and what reads them walks through memory.
+      approx_recall: None is exact. Otherwise `lax.approx_max_k` may miss some, up to 1 minus this
+        share of them on average; it does so on TPUs alone. `recall` tells what was missed.
       return_scores: also return the scores of the chosen keys.
-      impl: "chunked", "ref", "pallas", or None to choose.
+      impl: "pallas_gpu", "chunked", "ref", "pallas", or None to choose.
     Returns:
-      int32 [B, T, J] by falling score, the lower index first in a tie, -1 where fewer keys are
-      visible; with `return_scores` also float32 [B, T, J], -inf where -1.
+      int32 [B, T, J] in `order`, -1 behind them where fewer keys are visible; with
+      `return_scores` also float32 [B, T, J], -inf where -1.
     Raises:
-      ValueError: shapes or dtypes disagree, or `top_k` < 1.
+      ValueError: shapes or dtypes disagree, `top_k` < 1, `order` or `approx_recall` is not allowed.
       NotImplementedError: `impl` was named and cannot run these arguments.
     Source: DeepSeek-V3.2, arXiv:2512.02556, equation 1.
     """
@@ -83,10 +97,15 @@ def lightning_indexer(
     top_k = operator.index(top_k)
     if top_k < 1:
         raise ValueError(f"lightning_indexer: top_k={top_k}. Ask for at least 1 key a query.")
+    if order not in ("score", "position"):
+        raise ValueError(f'lightning_indexer: order={order!r}. Use "score" or "position".')
+    if approx_recall is not None and not 0 < approx_recall <= 1:
+        raise ValueError(f"lightning_indexer: approx_recall={approx_recall}. Give a share up to 1.")
     seg_q, seg_k = blocks.check_both_segments(
         "lightning_indexer", segment_ids, kv_segment_ids, sizes["B"], sizes["T"], sizes["S"]
     )
     names = choose.candidates(_IMPLS, _ORDER, impl)
     args = (q_idx, k_idx, w_idx, seg_q, seg_k, q_offset)
-    indices, scores = choose.first_that_runs(_IMPLS, names, *args, top_k=top_k)
+    options = {"top_k": top_k, "order": order, "approx_recall": approx_recall}
+    indices, scores = choose.first_that_runs(_IMPLS, names, *args, **options)
     return (indices, scores) if return_scores else indices

@@ -4,15 +4,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.blocks import accum_dtype, limit_by_bytes, scan_queries, visible
-from pallas_kernels.lightning_indexer.scores import head_dots, index_scores
+from pallas_kernels.lightning_indexer.choice import choose_keys
+from pallas_kernels.lightning_indexer.scores import head_dots, index_scores, ranked
 
 _QUERY_BLOCK = 128
 # Bytes of a sequence's dot products [block, U, S] in flight.
 _BUDGET = 64 << 20
 
 
-def lightning_indexer(q_idx, k_idx, w_idx, seg_q, seg_k, q_offset, *, top_k):
-    """See api.py. Exact: a full top-k of every row."""
+def lightning_indexer(q_idx, k_idx, w_idx, seg_q, seg_k, q_offset, *, top_k, order, approx_recall):
+    """See api.py: a full top-k of every row."""
     q_idx, k_idx, w_idx = lax.stop_gradient((q_idx, k_idx, w_idx))
     (S, u), U = k_idx.shape[1:], q_idx.shape[2]
     pos_S = jnp.arange(S, dtype=jnp.int32)
@@ -23,11 +24,8 @@ def lightning_indexer(q_idx, k_idx, w_idx, seg_q, seg_k, q_offset, *, top_k):
         q_BtUu, w_BtU, seg_Bt = blocks
         pos_t = q_offset + start + jnp.arange(seg_Bt.shape[1], dtype=jnp.int32)
         scores_BtS = index_scores(head_dots(q_BtUu, k_idx), w_BtU, u)
-        # -0.0 (a negative weight times relu's 0) ranks below 0.0 in top_k, though they tie.
-        scores_BtS = jnp.where(scores_BtS == 0, 0, scores_BtS)
-        scores_BtS = jnp.where(visible(seg_Bt, seg_k, pos_t, pos_S), scores_BtS, -jnp.inf)
-        values, indices = lax.top_k(scores_BtS, kept)  # exact; the lower index first in a tie
-        indices = jnp.where(values > -jnp.inf, indices, -1).astype(jnp.int32)
+        scores_BtS = ranked(scores_BtS, visible(seg_Bt, seg_k, pos_t, pos_S))
+        indices, values = choose_keys(scores_BtS, kept, order, approx_recall)
         indices = jnp.pad(indices, fill, constant_values=-1)
         return carry, (indices, jnp.pad(values, fill, constant_values=-jnp.inf))
 

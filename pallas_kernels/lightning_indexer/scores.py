@@ -22,3 +22,14 @@ def index_scores(dots_BtUS: jax.Array, w_BtU: jax.Array, head_dim: int) -> jax.A
     factor = weight_factor(w_BtU.shape[-1], head_dim)
     w = factor * w_BtU.astype(dots_BtUS.dtype)
     return jnp.sum(w[..., None] * jax.nn.relu(dots_BtUS), axis=2)
+
+
+def ranked(scores: jax.Array, visible: jax.Array) -> jax.Array:
+    """Scores that order keys: -inf where not visible, NaN as the lowest number, -0.0 as 0.0.
+
+    -0.0 (a negative weight times relu's 0) ties with 0.0, but a sort puts it below.
+    """
+    scores = jnp.where(scores == 0, 0, scores)
+    lowest = float(jnp.finfo(scores.dtype).min)
+    scores = jnp.where(scores > lowest, scores, lowest)  # below it is only -inf
+    return jnp.where(visible, scores, -jnp.inf)

@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gate_case import GateCase
+from pallas_kernels.lightning_indexer.api import lightning_indexer
 from pallas_kernels.mla_attention.specs import segments
 
 # Relative RMS error of the chosen scores against ref.py; the chosen keys agree but for near ties.
@@ -61,3 +63,37 @@ CASES = {
     "later_queries": Case(1, 33, 290, 4, 4, 8),
 }
 LARGE = Case(1, 2048, 2048, 4, 16, 8)
+# Heads of the published models' indexers, 128 wide; both choose 2048 keys.
+MODELS = {"K3.1": 32, "DeepSeek-V3.2": 64}
+
+
+def gate_cases(platform: str) -> list[GateCase]:
+    """What must compile: rows of 8, 32 and 128 K tokens, and one more query behind them."""
+    cases = []
+    for model, heads in MODELS.items():
+        for length in (8192, 32768, 131072):
+            short = f"{length // 1024} K"
+            quick = (model, length) == ("K3.1", 8192)
+            cases.append(_gate_case(f"{model} {short}", heads, length, length, platform, quick))
+            if platform == "gpu":
+                name = f"{model} one query, {short}"
+                cases.append(_gate_case(name, heads, 1, length, platform, quick=False))
+    return cases
+
+
+def _gate_case(name, heads, queries, keys, platform, quick) -> GateCase:
+    def run(q_idx, k_idx, w_idx, segment_ids, kv_segment_ids):
+        return lightning_indexer(
+            q_idx, k_idx, w_idx, top_k=2048, segment_ids=segment_ids, q_offset=keys - queries,
+            kv_segment_ids=kv_segment_ids, order="position", impl=f"pallas_{platform}",
+        )  # fmt: skip
+
+    shape, low = jax.ShapeDtypeStruct, jnp.bfloat16
+    args = (
+        shape((1, queries, heads, 128), low), shape((1, keys, 128), low),
+        shape((1, queries, heads), jnp.float32), shape((1, queries), jnp.int32),
+        shape((1, keys), jnp.int32),
+    )  # fmt: skip
+    # the kernel of a few queries has a name of its own, but it begins alike
+    bound = ("index_scores",) if queries > 1 else ()
+    return GateCase(f"lightning_indexer {name}", run, args, bound, quick)
