@@ -1,6 +1,6 @@
 """Processes that make one run together: finding the others, starting and watching them."""
 
-from moejax.cluster.join import Membership, join, membership
+from moejax.cluster.join import Membership, join, meet, membership
 from moejax.cluster.local import Supervisor
 
-__all__ = ["Membership", "Supervisor", "join", "membership"]
+__all__ = ["Membership", "Supervisor", "join", "meet", "membership"]

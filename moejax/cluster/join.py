@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -54,6 +55,21 @@ def membership(env: Mapping[str, str]) -> Membership | None:
             "for each another number from 0 below it."
         )
     return Membership(given[COORDINATOR], int(count), int(number))
+
+
+_met = itertools.count()
+
+
+def meet(patience_s: float = 3600.0) -> None:
+    """Returns when all processes of the run have come here, as often as this one.
+
+    They wait for the coordinator and not for a device: a collective gives up when the others are
+    half a minute late, as they are when they still compile.
+    """
+    import orbax.checkpoint as ocp
+
+    wait = ocp.multihost.get_barrier_sync_fn()  # does nothing in a process that is alone
+    wait(key=f"moejax-{next(_met)}", timeout_ms=int(1000 * patience_s))
 
 
 def join() -> None:
