@@ -12,7 +12,8 @@ def gated(h, activation, situ_betas):
     situ(g, u) = b1 tanh(g / b1) sigmoid(g) * b2 tanh(u / b2); without b2 the up stays linear.
     swiglu(g, u) = g sigmoid(g) * u
     """
-    return gated_pair(*jnp.split(h, 2, axis=-1), activation, situ_betas)
+    gate, up = jnp.split(h, 2, axis=-1)
+    return gated_pair(gate, up, activation, situ_betas)
 
 
 def gated_pair(gate, up, activation, situ_betas):

@@ -196,6 +196,7 @@ def _finished(call: Product, sums: tuple, d_out: jax.Array | None) -> tuple:
     """What is stored: the parts joined, their gradients, or the sum itself."""
     if call.activation is None:
         return (sums[0] if call.scale == 1 else sums[0] * call.scale,)
+    gate, up = sums
     if d_out is None:
-        return (gated_pair(*sums, call.activation, call.betas),)
-    return pair_gradients(*sums, d_out.astype(jnp.float32), call.activation, call.betas)
+        return (gated_pair(gate, up, call.activation, call.betas),)
+    return pair_gradients(gate, up, d_out.astype(jnp.float32), call.activation, call.betas)

@@ -65,26 +65,27 @@ def _rows(
     other = None if low is None else low[1] if low[1].ndim == 3 else low[1][None]
     count = 1 if activation is None else 2
     tile_cols = tiles.cols_of_visit(depth * count, width, x_RD.dtype, packed and across)
+    if packed:
+        parts[1] = parts[1].astype(jnp.int32)  # bytes come in tiles of 32, these of 8
     if packed and not across:  # unpacked weights are even ones along K, then odd ones
         x_RD = _parted(x_RD, num_k)
-    if packed and across:
-        parts[1] = parts[1].astype(jnp.int32)  # bytes would come in 32s, so tiles in 1024s
-        if other is not None:
-            other = _parted(other.swapaxes(1, 2), tile_cols).swapaxes(1, 2)
+    if packed and across and other is not None:
+        other = _parted(other.swapaxes(1, 2), tile_cols).swapaxes(1, 2)
     call = pallas_tpu_rows.Product(
         num_groups=plan.bounds.first.shape[0], depth=depth, width=width, across=across,
         offsets=(0,) * count, activation=activation, betas=betas, backward=d_out is not None,
         packed=packed, adapted=low is not None, scale=scale, tile_rows=plan.tile_rows,
         tile_cols=tile_cols,
     )  # fmt: skip
-    weights, others = [tuple(parts)], None if other is None else [other]
+    weights = [tuple(parts)] * count
+    others = None if other is None else [other] * count
     if count == 2 and width % tile_cols == 0:
         call = call._replace(offsets=(0, width // tile_cols))
-        weights, others = weights * 2, others and others * 2
     elif count == 2:  # no tile begins where the ups do, so they are copied
         halves = slice(None, width), slice(width, None)
         weights = [tuple(p[:, :, half] for p in parts) for half in halves]
-        others = others and [other[:, :, half] for half in halves]
+        if other is not None:
+            others = [other[:, :, half] for half in halves]
     out = pallas_tpu_rows.run(
         call, plan.items_5L, x_RD, weights, low and low[0], others, d_out, name=name
     )

@@ -16,6 +16,8 @@ from pallas_kernels.grouped_matmul import mxfp4
 from pallas_kernels.grouped_matmul.activation import gated_pair, pair_gradients
 
 VMEM_BYTES = 48 << 20
+_PER_SCALE = mxfp4.BLOCK // 2  # bytes of codes under one scale
+_PART = 8 * _PER_SCALE  # bytes of codes along K that are unpacked at a time: a tile of scales
 
 
 class Product(NamedTuple):
@@ -69,8 +71,8 @@ def run(
     if low_RQ is not None:
         args.append(low_RQ)
         in_specs.append(pl.BlockSpec((bm, low_RQ.shape[1]), lambda n, i, t: (t[1, t[4, i]], 0)))
-    for offset, parts, other in zip(call.offsets, weights, others or weights, strict=True):
-        for part in (*parts, *([other] if others else [])):
+    for p, offset in enumerate(call.offsets):
+        for part in (*weights[p], *([others[p]] if others else [])):
             args.append(part)
             in_specs.append(_weight_spec(call, part, offset))
     if d_out_RF is not None:
@@ -115,7 +117,8 @@ def _body(call: Product, items_ref: Any, x_ref: Any, *refs: Any) -> None:
     refs = refs[: len(refs) - len(scratch)]
     outs, refs = refs[-num_out:], refs[:-num_out]
     d_out_ref = refs[-1] if call.backward else None
-    low_ref, refs = (refs[0], refs[1:]) if call.adapted else (None, refs)
+    low_ref = refs[0] if call.adapted else None
+    refs = refs[1:] if call.adapted else refs
     per_piece = 1 + call.packed + call.adapted
     pieces = [refs[p * per_piece : (p + 1) * per_piece] for p in range(num_pieces)]
 
@@ -137,25 +140,23 @@ def _body(call: Product, items_ref: Any, x_ref: Any, *refs: Any) -> None:
     if call.packed:
 
         @pl.when((group < call.num_groups) & ((i == 0) | (items_ref[0, before] != group)))
-        def _():
+        def unpack_weights():
             for target, (codes, scales, *_) in zip(scratch, pieces, strict=True):
-                halves = unpack(codes[...], scales[...], target.dtype)
-                size = target.shape[0] // 2
-                target[:size], target[size:] = halves
+                unpack_into(target, codes, scales)
 
     @pl.when((first < end) & (group < call.num_groups))
-    def _():
+    def multiply():
         sums = []
         for p, parts in enumerate(pieces):
             weight = scratch[p][...] if call.packed else parts[0][...]
             total = _tpu.dot(x_ref[...], weight, trans_b=call.across)
-            if call.adapted:
+            if low_ref is not None:
                 total += _tpu.dot(low_ref[...], parts[-1][...], trans_b=call.across)
             sums.append(total)
         write(_finished(call, sums, d_out_ref))
 
     @pl.when((first < end) & (group == call.num_groups))
-    def _():
+    def clear():
         write((jnp.zeros((), jnp.float32),) * num_out)
 
 
@@ -163,16 +164,34 @@ def _finished(call: Product, sums: list[jax.Array], d_out_ref: Any) -> tuple:
     """The parts joined, their gradients, or the sum itself."""
     if call.activation is None:
         return (sums[0] if call.scale == 1 else sums[0] * call.scale,)
+    gate, up = sums
     if not call.backward:
-        return (gated_pair(*sums, call.activation, call.betas),)
+        return (gated_pair(gate, up, call.activation, call.betas),)
     d_out = d_out_ref[...].astype(jnp.float32)
-    return pair_gradients(*sums, d_out, call.activation, call.betas)
+    return pair_gradients(gate, up, d_out, call.activation, call.betas)
+
+
+def unpack_into(target: Any, codes: Any, scales: Any) -> None:
+    """`unpack` of whole references, the odd ones behind the even ones; by parts, for short code."""
+    half = codes.shape[0]
+    size = _PART if half % _PART == 0 else half
+
+    def step(i: Any, _: None) -> None:
+        at = pl.multiple_of(i * size, size)
+        own = pl.multiple_of(i * (size // _PER_SCALE), size // _PER_SCALE)
+        low, high = unpack(
+            codes[pl.ds(at, size)], scales[pl.ds(own, size // _PER_SCALE)], target.dtype
+        )
+        target[pl.ds(at, size)] = low
+        target[pl.ds(half + at, size)] = high
+
+    lax.fori_loop(0, half // size, step, None)
 
 
 def unpack(codes: jax.Array, scales: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """`mxfp4.decode` of [k/2, f] with scales [k/32, f]: even ones along k, then odd ones."""
     half, width = codes.shape
-    blocks = (scales.shape[0], mxfp4.BLOCK // 2, width)
+    blocks = (scales.shape[0], _PER_SCALE, width)
     scale = jnp.broadcast_to(scales.astype(jnp.int32)[:, None, :], blocks).reshape(half, width)
     bytes_ = codes.astype(jnp.int32)
     low, high = (

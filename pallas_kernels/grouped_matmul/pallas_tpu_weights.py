@@ -50,17 +50,17 @@ def _body(bm: int, items_ref: Any, x_ref: Any, d_ref: Any, out_ref: Any, total_r
     group, tile, first, end = (items_ref[row, i] for row in range(4))
 
     @pl.when((i == 0) | (items_ref[0, jnp.maximum(i - 1, 0)] != group))
-    def _():
+    def clear():
         total_ref[...] = jnp.zeros_like(total_ref)
 
     @pl.when(first < end)
-    def _():
+    def add():
         # masked on both sides, since 0 * NaN is NaN in the sum over rows
         x, d = (_own_rows(ref[...], tile * bm, first, end) for ref in (x_ref, d_ref))
         total_ref[...] += _tpu.dot(x, d, trans_a=True)
 
     @pl.when((i == last) | (items_ref[0, jnp.minimum(i + 1, last)] != group))
-    def _():
+    def finish():
         out_ref[...] = total_ref[...].astype(out_ref.dtype)
 
 

@@ -40,7 +40,7 @@ PROGRAMS = {
     "swiglu_bfloat16": Program(160, 192, "swiglu", "bfloat16"),
     "lora": Program(33, 160, rank=5),
     "packed_lora_bfloat16": Program(
-        96, 192, "situ", "bfloat16", packed=True, rank=8, shared_a=True
+        512, 192, "situ", "bfloat16", packed=True, rank=8, shared_a=True
     ),
     "packed": Program(64, 96, packed=True),
     "packed_lora": Program(96, 192, "swiglu", packed=True, rank=3),
