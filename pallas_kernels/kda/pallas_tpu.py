@@ -1,8 +1,9 @@
 """Kimi Delta Attention on TPUs: one kernel forwards, one backwards, from what a layer has.
 
 The grid is (row, value head, chunk); chunks run in order, the state stays in on-chip memory.
-The gradient saves the state at every chunk's start and computes the rest again. README.md has the
-maths. Checked in the interpreter and compiled for absent chips; not measured on a TPU.
+Kept for the gradient: the inputs, and of each chunk the state at its start and its two triangles;
+the rest is computed again. README.md has the maths. Checked in the interpreter and compiled for
+absent chips; not measured on a TPU.
 """
 
 import functools
@@ -14,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import _tpu
 from pallas_kernels.kda import composed
-from pallas_kernels.kda.pallas_tpu_body import Grads, Inputs, Sizes, backward, forward
+from pallas_kernels.kda.pallas_tpu_body import Grads, Inputs, Kept, Sizes, backward, forward
 
 _ROWS = 8  # of a tile: chunks whose write strengths and codes are fetched together
 
@@ -112,7 +113,7 @@ def document_codes(segment_ids, B, T, chunk):
 
 
 def _specs(inputs: Inputs, sizes: Sizes, H: int, h: int, chunk_at):
-    """Blocks of `inputs`, of one state a head, and of the entry states.
+    """Blocks of `inputs`, of one state a head, and of what is kept of each chunk.
 
     `chunk_at` tells a step's chunk.
     """
@@ -133,8 +134,11 @@ def _specs(inputs: Inputs, sizes: Sizes, H: int, h: int, chunk_at):
     pairs = zip(specs, inputs, strict=True)
     specs = Inputs(*(None if x is None else spec for spec, x in pairs))
     state = pl.BlockSpec((1, 1, h, H), lambda b, n, i: (b, n, 0, 0))
-    entries = pl.BlockSpec((1, 1, 1, h, H), lambda b, n, i: (b, n, chunk_at(i), 0, 0))
-    return specs, state, entries
+
+    def of_chunk(*shape):
+        return pl.BlockSpec((1, 1, 1, *shape), lambda b, n, i: (b, n, chunk_at(i), 0, 0))
+
+    return specs, state, Kept(of_chunk(h, H), of_chunk(c, 2 * c))
 
 
 def _present(items):
@@ -148,13 +152,14 @@ def _named(like, refs):
 
 def _forward(sizes: Sizes, keep: bool, inputs: Inputs, initial_BNhH):
     B, Nv, h, H = initial_BNhH.shape
-    specs, state, entries = _specs(inputs, sizes, H, h, lambda i: i)
+    c, chunks = sizes.chunk, sizes.chunks
+    specs, state, kept = _specs(inputs, sizes, H, h, lambda i: i)
 
     def body(*refs):
         names = iter(refs)
         read = _named(inputs, names)
         initial, out, final = (next(names) for _ in range(3))
-        forward(read, initial, out, final, next(names, None), sizes)
+        forward(read, initial, out, final, Kept(*names) if keep else None, sizes)
 
     shapes = [
         jax.ShapeDtypeStruct(inputs.v.shape, sizes.out_dtype),
@@ -162,10 +167,11 @@ def _forward(sizes: Sizes, keep: bool, inputs: Inputs, initial_BNhH):
     ]
     out_specs = [specs.v, state]
     if keep:
-        shapes.append(jax.ShapeDtypeStruct((B, Nv, sizes.chunks, h, H), sizes.dtype))
-        out_specs.append(entries)
+        for size in ((h, H), (c, 2 * c)):
+            shapes.append(jax.ShapeDtypeStruct((B, Nv, chunks, *size), sizes.dtype))
+        out_specs += kept
     return _tpu.call(
-        body, name="kda_forward", grid=(B, Nv, sizes.chunks), parallel=2,
+        body, name="kda_forward", grid=(B, Nv, chunks), parallel=2,
         in_specs=[*_present(specs), state], out_specs=out_specs, out_shape=shapes,
     )(*_present(inputs), initial_BNhH)  # fmt: skip
 
@@ -176,14 +182,14 @@ def _kda(sizes: Sizes, inputs: Inputs, initial_BNhH):
 
 
 def _kda_fwd(sizes, inputs, initial_BNhH):
-    out, final, entries = _forward(sizes, True, inputs, initial_BNhH)
-    return (out, final), (inputs, entries)
+    out, final, *kept = _forward(sizes, True, inputs, initial_BNhH)
+    return (out, final), (inputs, Kept(*kept))
 
 
 def _kda_bwd(sizes: Sizes, residuals, cotangents):
-    inputs, entries = residuals
-    B, Nv, chunks, h, H = entries.shape
-    specs, state, entry = _specs(inputs, sizes, H, h, lambda i: chunks - 1 - i)
+    inputs, kept = residuals
+    B, Nv, chunks, h, H = kept.entry.shape
+    specs, state, kept_specs = _specs(inputs, sizes, H, h, lambda i: chunks - 1 - i)
     # of keys one a value head, in float32 where they are yet to be summed
     d_key = specs.q if sizes.group == 1 else specs.gate
     key_dtype = inputs.q.dtype if sizes.group == 1 else jnp.float32
@@ -200,15 +206,15 @@ def _kda_bwd(sizes: Sizes, residuals, cotangents):
     def body(*refs):
         names = iter(refs)
         read = _named(inputs, names)
-        entry, d_out, d_final = (next(names) for _ in range(3))
-        backward(read, entry, d_out, d_final, _named(shapes, names), sizes)
+        saved, d_out, d_final = _named(kept, names), next(names), next(names)
+        backward(read, saved, d_out, d_final, _named(shapes, names), sizes)
 
     out_specs = [d_key, d_key, specs.v, specs.gate, specs.beta, d_head, state]
     grads = _tpu.call(
         body, name="kda_backward", grid=(B, Nv, chunks), parallel=2,
-        in_specs=[*_present(specs), entry, specs.v, state],
+        in_specs=[*_present(specs), *kept_specs, specs.v, state],
         out_specs=_present(out_specs), out_shape=_present(shapes),
-    )(*_present(inputs), entries, *cotangents)  # fmt: skip
+    )(*_present(inputs), *kept, *cotangents)  # fmt: skip
     d = _named(shapes, iter(grads))
     dq, dk = (_group_sum(x, y, H, sizes.group) for x, y in ((d.q, inputs.q), (d.k, inputs.k)))
     head = None if d.head is None else jnp.sum(d.head, axis=0)

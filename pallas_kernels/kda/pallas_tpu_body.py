@@ -96,8 +96,15 @@ def _log_decay(gate_cH, head_2H, lower_bound):
     return lower_bound * sigmoid, Gate(shifted, sigmoid, None)
 
 
-def load(inputs: Inputs, i, sizes: Sizes) -> Chunk:
-    """Reads chunk `i` and computes what needs no state."""
+class Kept(NamedTuple):
+    """References to what the forward pass leaves to the backward pass, a chunk each."""
+
+    entry: Any  # [1, 1, 1, h, H], the state at the chunk's start
+    triangles: Any  # [1, 1, 1, c, 2 c]: scores, inverse
+
+
+def load(inputs: Inputs, i, sizes: Sizes, kept: Kept | None = None) -> Chunk:
+    """Reads chunk `i` and computes what needs no state and has not been kept."""
     here = pl.ds(lax.rem(i, sizes.rows), 1)
     where = None if inputs.code is None else tile.document(inputs.code[0, here])
     real_c1 = None if where is None else where.real_c1
@@ -120,11 +127,16 @@ def load(inputs: Inputs, i, sizes: Sizes) -> Chunk:
         from_start = jnp.where(where.reads_entry_c1, from_start, 0)
         to_end = jnp.where(where.reaches_exit_c1, to_end, 0)
         carry = jnp.where(where.passes_11, carry, 0)
-    same = None if where is None else where.same_cc
-    scores, strict = tile.products(q, beta * k, k, factors, same, sizes.dtype)
+    if kept is None:
+        same = None if where is None else where.same_cc
+        scores, strict = tile.products(q, beta * k, k, factors, same, sizes.dtype)
+        scores, inverse = (x.astype(sizes.dtype) for x in (scores, tile.inverse(strict)))
+    else:
+        triangles = kept.triangles[0, 0, 0]
+        scores, inverse = triangles[:, : sizes.chunk], triangles[:, sizes.chunk :]
     return Chunk(
-        where, q, k, read(inputs.v), q_norm, k_norm, gate, beta, factors, from_start, to_end, carry,
-        scores.astype(sizes.dtype), tile.inverse(strict).astype(sizes.dtype),
+        where, q, k, read(inputs.v), q_norm, k_norm, gate, beta, factors, from_start, to_end,
+        carry, scores, inverse,
     )  # fmt: skip
 
 
@@ -135,7 +147,7 @@ def _error_and_written(x: Chunk, state_hH, dtype):
     return error, _tpu.dot(x.inverse_cc, (x.beta_c1 * error).astype(dtype), exact=True)
 
 
-def forward(inputs: Inputs, initial, out, final, entries, sizes: Sizes) -> None:
+def forward(inputs: Inputs, initial, out, final, keep: Kept | None, sizes: Sizes) -> None:
     """A step forwards: `final` is the state that goes from chunk to chunk."""
     i, dtype = pl.program_id(2), sizes.dtype
 
@@ -145,8 +157,9 @@ def forward(inputs: Inputs, initial, out, final, entries, sizes: Sizes) -> None:
 
     x, state_hH = load(inputs, i, sizes), final[0, 0]
     entry_hH = state_hH.astype(dtype)
-    if entries is not None:
-        entries[0, 0, 0] = entry_hH
+    if keep is not None:
+        keep.entry[0, 0, 0] = entry_hH
+        keep.triangles[0, 0, 0] = jnp.concatenate([x.scores_cc, x.inverse_cc], axis=1)
     _, written = _error_and_written(x, entry_hH, dtype)
     written = written.astype(dtype)
     q_in, k_out = (x.q_cH * x.from_start_cH).astype(dtype), (x.k_cH * x.to_end_cH).astype(dtype)
@@ -167,7 +180,7 @@ class Grads(NamedTuple):
     initial: Any  # [1, 1, h, H], the gradient that goes from chunk to chunk
 
 
-def backward(inputs: Inputs, entries, d_out, d_final, d: Grads, sizes: Sizes) -> None:
+def backward(inputs: Inputs, kept: Kept, d_out, d_final, d: Grads, sizes: Sizes) -> None:
     """A step backwards: `d.initial` goes from chunk to chunk."""
     i, dtype = sizes.chunks - 1 - pl.program_id(2), sizes.dtype
 
@@ -177,7 +190,8 @@ def backward(inputs: Inputs, entries, d_out, d_final, d: Grads, sizes: Sizes) ->
         if sizes.raw:
             d.head[...] = jnp.zeros(d.head.shape, jnp.float32)
 
-    x, entry_hH, d_out_ch = load(inputs, i, sizes), entries[0, 0, 0], d_out[0].astype(dtype)
+    x, entry_hH, d_out_ch = load(inputs, i, sizes, kept), kept.entry[0, 0, 0], d_out[0]
+    d_out_ch = d_out_ch.astype(dtype)
     if x.where is not None:
         d_out_ch = jnp.where(x.where.real_c1, d_out_ch, jnp.zeros_like(d_out_ch))
     d_exit_hH = d.initial[0, 0]

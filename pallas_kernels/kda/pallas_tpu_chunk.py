@@ -16,6 +16,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import _tpu
 
+_BLOCK = 16  # rows of which the inverse is found by substitution
+
 
 class Decays(NamedTuple):
     """Sums of log decays inside one chunk, or their exponentials, or gradients to the sums."""
@@ -106,12 +108,15 @@ def sums_vjp(d: Decays) -> jax.Array:
     return d_start + d_total
 
 
-def _parted(shape: tuple[int, ...], s: int) -> jax.Array:
-    """Where row i, counted from 0 again after c, and column j are parted at halves of s rows."""
+def _levels(shape: tuple[int, ...]) -> jax.Array:
+    """At row i, counted from 0 again after c, and column j < i: log2 of the s that parts them.
+
+    -1 elsewhere.
+    """
     c = shape[1]
     i, j = rows_of(shape) & (c - 1), lax.broadcasted_iota(jnp.int32, shape, 1)
-    apart = i ^ j
-    return (i > j) & (apart >= s) & (apart < 2 * s)
+    level = sum(jnp.where(i ^ j >= s, 1, 0) for s in _sizes(c)) - 1
+    return jnp.where(i > j, level, -1)
 
 
 def stack(first: jax.Array, second: jax.Array) -> jax.Array:
@@ -125,10 +130,11 @@ def products(
     """Triangles of q with k and, without the diagonal, of erase with k; [c, c] float32."""
     c = k_cH.shape[0]
     pairs_2cc = jnp.zeros((2 * c, c), jnp.float32)
-    for s, factor_cH in zip(_sizes(c), factors.near, strict=True):
+    levels_2cc = _levels((2 * c, c))
+    for level, factor_cH in enumerate(factors.near):
         rows, columns = _level(q_cH, erase_cH, k_cH, factor_cH, dtype)
         product = _tpu.dot(rows, columns, trans_b=True, exact=True)
-        pairs_2cc = jnp.where(_parted((2 * c, c), s), product, pairs_2cc)
+        pairs_2cc = jnp.where(levels_2cc == level, product, pairs_2cc)
     scores, strict = pairs_2cc[:c], pairs_2cc[c:]
     if same_cc is not None:
         scores, strict = jnp.where(same_cc, scores, 0), jnp.where(same_cc, strict, 0)
@@ -149,10 +155,10 @@ def products_vjp(q_cH, erase_cH, k_cH, factors: Decays, d_pairs_2cc, dtype):
     c = k_cH.shape[0]
     own_c1 = jnp.sum(jnp.where(_eye(c), d_pairs_2cc[:c], 0), axis=1, keepdims=True)
     dq, d_erase, dk = own_c1 * k_cH, jnp.zeros_like(k_cH), own_c1 * q_cH
-    d_near = []
-    for s, factor_cH in zip(_sizes(c), factors.near, strict=True):
+    d_near, levels_2cc = [], _levels((2 * c, c))
+    for level, factor_cH in enumerate(factors.near):
         rows, columns = _level(q_cH, erase_cH, k_cH, factor_cH, dtype)
-        d_product = jnp.where(_parted((2 * c, c), s), d_pairs_2cc, 0).astype(dtype)
+        d_product = jnp.where(levels_2cc == level, d_pairs_2cc, 0).astype(dtype)
         d_rows = _tpu.dot(d_product, columns, exact=True)
         d_q_level, d_erase_level = d_rows[:c] * factor_cH, d_rows[c:] * factor_cH
         d_k_level = _tpu.dot(d_product, rows, trans_a=True, exact=True) * factor_cH
@@ -164,15 +170,31 @@ def products_vjp(q_cH, erase_cH, k_cH, factors: Decays, d_pairs_2cc, dtype):
 
 
 def inverse(strict_cc: jax.Array) -> jax.Array:
-    """(I + strict)^-1 in float32, by merging inverses of halves: no power of `strict` is formed.
+    """(I + strict)^-1 in float32: by substitution in blocks of 16 rows, then by merging halves.
 
     With X the inverses on the diagonal and P what lies between the halves, X - X P X is the next.
+    No power of `strict` is formed.
     """
     shape, c = strict_cc.shape, strict_cc.shape[0]
-    result = jnp.where(_eye(c), 1.0, 0.0)
-    for s in _sizes(c):
-        between = jnp.where(_parted(shape, s), strict_cc, 0)
-        if s > 1:
-            between = _tpu.dot(result, _tpu.dot(between, result, exact=True), exact=True)
-        result -= between
+    result = _block_inverse(strict_cc)
+    for level, s in enumerate(_sizes(c)):
+        if s >= _BLOCK:
+            between = jnp.where(_levels(shape) == level, strict_cc, 0)
+            result -= _tpu.dot(result, _tpu.dot(between, result, exact=True), exact=True)
     return result
+
+
+def _block_inverse(strict_cc):
+    """Inverses of the blocks on the diagonal, which lie side by side while rows are replaced."""
+    c = strict_cc.shape[0]
+    rows, columns = rows_of((c, c)), lax.broadcasted_iota(jnp.int32, (c, c), 1)
+    own_cc = rows ^ columns < _BLOCK
+    blocks = jnp.where(own_cc, strict_cc, 0).reshape(-1, _BLOCK, c)
+    strict_bc = sum(blocks[m] for m in range(c // _BLOCK))
+    lane_bc = lax.broadcasted_iota(jnp.int32, (_BLOCK, c), 1)
+    first_bc = lane_bc & ~(_BLOCK - 1)
+    result = jnp.where(lane_bc - first_bc == rows_of((_BLOCK, c)), 1.0, 0.0)
+    for j in range(_BLOCK - 1):
+        below_bc = jnp.take_along_axis(strict_bc, first_bc + j, axis=1)
+        result -= below_bc * result[j : j + 1]
+    return jnp.where(own_cc, jnp.concatenate([result] * (c // _BLOCK), axis=0), 0)
