@@ -10,7 +10,8 @@ import jax
 
 from pallas_kernels.choose import lowering_for
 
-_PLATFORMS = {"gpu": "cuda", "tpu": "tpu"}
+# XLA's name of a platform, a device of it, and that device's multiprocessors or cores.
+_PLATFORMS = {"gpu": ("cuda", "NVIDIA H200", 132), "tpu": ("tpu", "TPU v5", 2)}
 
 
 def lowered(fn: Callable[..., Any], args: Sequence[jax.ShapeDtypeStruct], platform: str) -> str:
@@ -21,16 +22,21 @@ def lowered(fn: Callable[..., Any], args: Sequence[jax.ShapeDtypeStruct], platfo
       args: shapes of its arguments.
       platform: "gpu" or "tpu".
     """
-    told = absent_gpu() if platform == "gpu" else contextlib.nullcontext()
-    with lowering_for(platform), told:
-        traced = jax.jit(fn).trace(*args)
-        return traced.lower(lowering_platforms=(_PLATFORMS[platform],)).as_text()
+    name, kind, cores = _PLATFORMS[platform]
+    with lowering_for(platform), absent_device(name, kind, cores):
+        return jax.jit(fn).trace(*args).lower(lowering_platforms=(name,)).as_text()
 
 
 @contextlib.contextmanager
-def absent_gpu(kind: str = "NVIDIA H200", cores: int = 132) -> Iterator[None]:
-    """From jax 0.11 on Pallas asks which GPU it lowers for; inside, it gets this answer."""
-    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform="cuda")
+def absent_device(platform: str, kind: str, cores: int) -> Iterator[None]:
+    """From jax 0.11 on Pallas asks what it lowers for; inside, it gets this answer.
+
+    Args:
+      platform: XLA's, "cuda" or "tpu".
+      kind: of the device, as JAX names it.
+      cores: multiprocessors of a GPU, cores of a TPU's device.
+    """
+    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=cores, platform=platform)
     explicit = (jax.sharding.AxisType.Explicit,)
     mesh = jax.sharding.AbstractMesh((1,), ("x",), axis_types=explicit, abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):

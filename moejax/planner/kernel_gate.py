@@ -34,14 +34,15 @@ from moejax.planner.hardware import Hardware, parse_hardware
 from moejax.planner.kernel_resources import TOOLS, Resources, gpu_kernels, tool, tpu_kernels
 from pallas_kernels.choose import lowering_for
 from pallas_kernels.gate_case import GateCase
-from pallas_kernels.lowering import absent_gpu
+from pallas_kernels.lowering import absent_device
 
 _FOLDER = pathlib.Path(pallas_kernels.__file__).parent
 OPS = tuple(sorted(path.parent.name for path in _FOLDER.glob("*/specs.py")))
 # One device of each: a GPU host of one, the smallest slice of a TPU.
 _SHAPES = {"v5p": "2x2x1", "v6e": "2x2", "tpu7x": "2x2x1"}
 _SM = {"h100": "sm_90a", "h200": "sm_90a", "b200": "sm_100a"}
-_SMS = {"h100": 132, "h200": 132, "b200": 148}  # multiprocessors
+# Multiprocessors of a GPU, cores of a TPU's device.
+_CORES = {"h100": 132, "h200": 132, "b200": 148, "v5p": 2, "v6e": 1, "tpu7x": 1}
 _GATED = (*_SM, *_SHAPES)
 
 
@@ -91,10 +92,9 @@ def _compiled(hardware: Hardware, platform: str, device: Any, case: GateCase) ->
 
 
 def _told_of(hardware: Hardware) -> contextlib.AbstractContextManager[None]:
-    """Pallas asks which GPU a kernel is for; the device beside the arguments does not tell it."""
-    if hardware.chip.platform != "cuda":
-        return contextlib.nullcontext()
-    return absent_gpu(hardware.chip.jax_kind, _SMS[hardware.name.partition(":")[0]])
+    """Pallas asks what a kernel is for; the device beside the arguments does not tell it."""
+    cores = _CORES[hardware.name.partition(":")[0]]
+    return absent_device(hardware.chip.platform, hardware.chip.jax_kind, cores)
 
 
 def _faults(one: Resources, case: GateCase, platform: str) -> tuple[str, ...]:
