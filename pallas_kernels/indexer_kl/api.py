@@ -3,10 +3,12 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import blocks, choose
-from pallas_kernels.indexer_kl import chunked, ref
+from pallas_kernels.indexer_kl import chunked, pallas_gpu, ref
 
-_IMPLS = {"chunked": chunked.indexer_kl, "ref": ref.indexer_kl}
-_ORDER = {"cpu": ("chunked",)}
+_IMPLS = {
+    "pallas_gpu": pallas_gpu.indexer_kl, "chunked": chunked.indexer_kl, "ref": ref.indexer_kl,
+}  # fmt: skip
+_ORDER = {"gpu": ("pallas_gpu", "chunked"), "cpu": ("chunked",)}
 
 
 def indexer_kl(
@@ -40,7 +42,7 @@ def indexer_kl(
       indices: the chosen keys, distinct for a query, -1 for an empty slot; None = all visible keys.
       segment_ids: document of each position, 0 = padding; all 1 if None. With `indices`, which
         respect documents already, only padding queries are taken from it.
-      impl: "chunked", "ref", "pallas", or None to choose.
+      impl: "pallas_gpu", "chunked", "ref", "pallas", or None to choose.
     Returns:
       float32 [B, T], at least 0 up to rounding. Differentiable once.
     Raises:

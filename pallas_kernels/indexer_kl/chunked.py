@@ -17,6 +17,7 @@ from pallas_kernels.blocks import (
     take_rows,
     visible,
 )
+from pallas_kernels.indexer_kl.distributions import Distributions
 from pallas_kernels.lightning_indexer.scores import head_dots, index_scores, weight_factor
 
 _QUERY_BLOCK = 64
@@ -46,34 +47,9 @@ class _Block:
         spec = "BtNK,BtxK->BtNx" if sparse else "BtNK,BxK->BtNx"
         z_BtNx = scale * _dot(spec, q_main, rows, lse_BtN.dtype) - lse_BtN[..., None]
         summed_Btx = jnp.where(mask_Btx[:, :, None], jnp.exp(z_BtNx), 0).sum(2)
-        total = summed_Btx.sum(-1, keepdims=True)
-        # x / x is not always 1 where a compiler divides by a reciprocal; one key must give KL 0.
-        single = mask_Btx.sum(-1, keepdims=True) == 1
-        normalised = summed_Btx / jnp.where(total > 0, total, 1)
-        self.target_Btx = jnp.where(single, mask_Btx.astype(total.dtype), normalised)
         self.dots_BtUx = head_dots(self.q_idx, self.k_idx)
         scores_Btx = index_scores(self.dots_BtUx, self.w_idx, self.q_idx.shape[-1])
-        self.log_rho_Btx = _log_softmax(scores_Btx, mask_Btx)
-        self.mask_Btx = mask_Btx
-
-    def kl(self):
-        """sum p (log p - log rho), with 0 log 0 = 0."""
-        p = self.target_Btx
-        return jnp.sum(p * (jnp.log(jnp.where(p > 0, p, 1)) - self.log_rho_Btx), axis=-1)
-
-    def dscores(self, dkl_Bt):
-        """Gradient of the scores; the sum of p is 1, or 0 for a query that sees no key."""
-        p = self.target_Btx
-        rho = jnp.where(self.mask_Btx, jnp.exp(self.log_rho_Btx), 0)
-        return dkl_Bt[..., None] * (rho * p.sum(-1, keepdims=True) - p)
-
-
-def _log_softmax(scores_Btx, mask_Btx):
-    """Log-softmax over the mask, 0 outside it; exactly 0 for a single key."""
-    top = jnp.max(jnp.where(mask_Btx, scores_Btx, -jnp.inf), axis=-1, keepdims=True)
-    shifted = jnp.where(mask_Btx, scores_Btx - top, 0)
-    total = jnp.where(mask_Btx, jnp.exp(shifted), 0).sum(-1, keepdims=True)
-    return jnp.where(mask_Btx, shifted - jnp.log(jnp.where(total > 0, total, 1)), 0)
+        self.distributions = Distributions.of(summed_Btx, scores_Btx, mask_Btx)
 
 
 def _inputs(q_idx, w_idx, q_main, lse, segment_ids, indices):
@@ -96,7 +72,8 @@ def _kl(q_idx, k_idx, w_idx, q_main, rows, lse, indices, segment_ids, scale):
     keys = (k_idx, rows, segment_ids)
 
     def query_block(carry, start, blocks):
-        return carry, (_Block(blocks, start, keys, scale, indices is not None).kl(),)
+        block = _Block(blocks, start, keys, scale, indices is not None)
+        return carry, (block.distributions.kl(),)
 
     xs = _inputs(q_idx, w_idx, q_main, lse, segment_ids, indices)
     limit = _block_limit(q_idx, q_main, _num_keys(k_idx, indices))
@@ -116,7 +93,7 @@ def _kl_bwd(scale, residuals, dkl_BT):
 
     def query_block(dk_BSu, start, blocks):
         block = _Block(blocks[1:], start, keys, scale, sparse)
-        ds_Btx = block.dscores(blocks[0]).astype(dtype)
+        ds_Btx = block.distributions.dscores(blocks[0]).astype(dtype)
         dots_BtUx, w_BtU = block.dots_BtUx, block.w_idx.astype(dtype)
         dw_BtU = factor * jnp.sum(ds_Btx[:, :, None] * jax.nn.relu(dots_BtUx), -1)
         ddots_BtUx = jnp.where(dots_BtUx > 0, factor * w_BtU[..., None] * ds_Btx[:, :, None], 0)

@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gate_case import GateCase
+from pallas_kernels.indexer_kl.api import indexer_kl
 from pallas_kernels.mla_attention.specs import segments
 
 # Relative RMS error against ref.py in float32 arithmetic, values and gradients alike.
@@ -65,3 +67,44 @@ CASES = {
 }
 LARGE = Case(1, 1024, 4, 16, 8, 4, 16, 8)
 LARGE_DENSE = dataclasses.replace(LARGE, J=None)
+# Heads of the main attention, 512 | 64 wide, and of the indexer, 128 wide; both choose 2048 keys.
+MODELS = {"K3.1": (96, 32), "DeepSeek-V3.2": (128, 64)}
+
+
+def gate_cases(platform: str) -> list[GateCase]:
+    """What must compile: the loss and its gradients in both stages, rows of 8, 32 and 128 K."""
+    cases = []
+    for model, (num_main, num_index) in MODELS.items():
+        for length in (8192, 32768, 131072):
+            for stage in ("sparse", "dense") if platform == "gpu" else ("dense",):
+                name = f"indexer_kl {stage} {model} {length // 1024} K"
+                top_k = 2048 if stage == "sparse" else None
+                quick = (model, length) == ("K3.1", 8192)
+                cases.append(_gate_case(name, num_main, num_index, length, top_k, platform, quick))
+    return cases
+
+
+def _gate_case(name, num_main, num_index, length, top_k, platform, quick) -> GateCase:
+    def loss(q_idx, k_idx, w_idx, *rest):
+        named = dict(zip(names, rest, strict=True))
+        kl = indexer_kl(q_idx, k_idx, w_idx, **named, scale=192**-0.5, impl=f"pallas_{platform}")
+        return kl.sum()
+
+    shape, low = jax.ShapeDtypeStruct, jnp.bfloat16
+    index = (
+        shape((1, length, num_index, 128), low), shape((1, length, 128), low),
+        shape((1, length, num_index), jnp.float32),
+    )  # fmt: skip
+    rest = {
+        "q_latent": shape((1, length, num_main, 512), low),
+        "q_rope": shape((1, length, num_main, 64), low),
+        "latent": shape((1, length, 512), low), "k_rope": shape((1, length, 64), low),
+        "lse": shape((1, length, num_main), jnp.float32),
+        "segment_ids": shape((1, length), jnp.int32),
+    }  # fmt: skip
+    if top_k is not None:
+        rest["indices"] = shape((1, length, top_k), jnp.int32)
+    names = tuple(rest)
+    bound = ("indexer_kl_target",) if top_k is not None else ("indexer_kl_dense", "index_scores")
+    both = jax.value_and_grad(loss, argnums=(0, 1, 2))
+    return GateCase(name, both, (*index, *rest.values()), bound, quick)
