@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kda import composed
-from pallas_kernels.kda.pallas_gpu_chunk import Form
+from pallas_kernels.kda.pallas_gpu_chunk import Form, runs
 from pallas_kernels.kda.pallas_gpu_grads import gradients
 from pallas_kernels.kda.pallas_gpu_prep import Inputs, prepare
 from pallas_kernels.kda.pallas_gpu_scan import scan, scan_back
@@ -60,7 +60,8 @@ def _run(form: Form, out_dtype, q, k, v, gate, beta, a_log, dt_bias, segment_ids
     if initial_state is None:
         initial_state = jnp.zeros((B, Nv, H, h), jnp.float32)
     filled = (_filled(x, padding) for x in (q, k, v, gate, beta))
-    x = Inputs(*filled, a_log, dt_bias, ids, jnp.take(ids, before, axis=1))
+    sums = jnp.asarray(runs(form, tiles.chunk), jnp.bfloat16)
+    x = Inputs(*filled, a_log, dt_bias, ids, jnp.take(ids, before, axis=1), sums)
     out, final_state = _kda(form, out_dtype, tiles, x, initial_state)
     return out[:, :T], final_state
 
@@ -114,6 +115,7 @@ def _kda_bwd(form, out_dtype, tiles, residuals, cotangents):
         grads.gate_BPNH, grads.beta_BPN,
         _head_sum(grads.a_log_GCH, x).sum(-1).astype(x.a_log_N.dtype),
         _head_sum(grads.dt_bias_GCH, x).astype(x.dt_bias_NH.dtype), None, None,
+        jnp.zeros_like(x.runs_Kcc),
     )  # fmt: skip
     return d_inputs, d_initial.reshape(d_final.shape).astype(initial.dtype)
 

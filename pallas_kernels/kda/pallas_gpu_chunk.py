@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _gpu
 
-# Rows whose pairs a bounded gate lets anchor at the first of them: 15 steps of at most 5.4 stay
-# below 88, where exp leaves float32.
+# 16 rows are a block, whose pairs may anchor at the first of them where the gate is bounded: 15
+# steps of at most 5.4 stay below 88, where exp leaves float32.
 _BLOCK_LEVEL = 4
 _STEEPEST = -5.4
 
@@ -41,8 +42,8 @@ class Form(NamedTuple):
         return self.raw and self.lower_bound is not None and self.lower_bound >= _STEEPEST
 
     def levels(self, c: int) -> range:
-        """Logarithms of the halves' sizes in rows, those that are not left to anchors."""
-        return range(_BLOCK_LEVEL if self.anchored else 0, c.bit_length() - 1)
+        """Logarithms of the halves' sizes in rows; the first is that of blocks where `anchored`."""
+        return range(_BLOCK_LEVEL - 1 if self.anchored else 0, c.bit_length() - 1)
 
 
 class Refs(NamedTuple):
@@ -57,6 +58,7 @@ class Refs(NamedTuple):
     dt_bias_H: Any
     ids_c: Any
     entry_1: Any  # segment that the chunk's entry state belongs to
+    runs_Kcc: Any  # `runs`
 
 
 class Rows(NamedTuple):
@@ -66,7 +68,6 @@ class Rows(NamedTuple):
     q_scale_c: jax.Array  # of unit length, and the scale of queries
     k_scale_c: jax.Array
     real_c: jax.Array
-    same_cc: jax.Array  # whether rows are of one document
 
 
 class Channels(NamedTuple):
@@ -74,7 +75,6 @@ class Channels(NamedTuple):
 
     q_cW: jax.Array  # at unit length, scaled
     k_cW: jax.Array
-    write_cW: jax.Array  # beta k, as a key is written
     g_cW: jax.Array
 
 
@@ -102,8 +102,12 @@ def load_rows(form: Form, refs: Refs) -> Rows:
     if form.raw:
         beta_c = jnp.where(real_c, sigmoid(beta_c), 0)
         lengths = [_inverse_length(rows(x[...], real_c)) for x in (refs.q_cH, refs.k_cH)]
-    same_cc = refs.ids_c[...][:, None] == ids_c[None, :]
-    return Rows(beta_c, lengths[0] * form.scale, lengths[1], real_c, same_cc)
+    return Rows(beta_c, lengths[0] * form.scale, lengths[1], real_c)
+
+
+def in_one_document(refs: Refs, a_cc: jax.Array) -> jax.Array:
+    """Pairs of rows of two documents made 0."""
+    return jnp.where(refs.ids_c[...][:, None] == refs.ids_c[...][None, :], a_cc, 0)
 
 
 def load_channels(form: Form, refs: Refs, x: Rows, at: Any) -> Channels:
@@ -115,7 +119,7 @@ def load_channels(form: Form, refs: Refs, x: Rows, at: Any) -> Channels:
     if form.raw:
         g_cW = log_decay(form, g_cW, *gate_weights(refs, at))
         g_cW = jnp.where(x.real_c[:, None], g_cW, 0)
-    return Channels(q_cW, k_cW, k_cW * x.beta_c[:, None], g_cW)
+    return Channels(q_cW, k_cW, g_cW)
 
 
 def rows(x_cW: jax.Array, real_c: jax.Array) -> jax.Array:
@@ -157,6 +161,31 @@ def log_decay_vjp(form: Form, gate_cW, rate, bias_1W, dg_cW) -> tuple[jax.Array,
     return slope, slope * shifted
 
 
+FROM_START, TO_END, TO_BORDER = range(3)  # places in `runs`; the last is that of level 0
+
+
+def runs(form: Form, c: int) -> np.ndarray:
+    """Runs of rows whose log decays are summed, for each row i one row of 0 and 1; [K, c, c].
+
+    FROM_START: those that a state has decayed through when row i reads it; TO_END: those that what
+    row i writes still decays through; TO_BORDER + level: those between row i and the border of its
+    run of 2^(level + 1) rows, or, where blocks are anchored, after the block's first row up to i.
+
+    They come from memory: made in the kernel, each would stay in registers.
+    """
+    i, m = np.ogrid[:c, :c]
+    kinds = [m <= i, m > i]
+    for level in range(c.bit_length() - 1):
+        s = 1 << level
+        second = i // s % 2 == 1
+        kinds.append((i // s == m // s) & np.where(second, m <= i, m > i))
+    if form.anchored:
+        b = 1 << _BLOCK_LEVEL
+        anchored = (i // b == m // b) & (m <= i) & (m % b != 0)
+        kinds[TO_BORDER + form.levels(c).start] = anchored
+    return np.stack(kinds)
+
+
 class Sums:
     """Sums of a chunk's log decays over runs of rows, exact to float32.
 
@@ -164,88 +193,73 @@ class Sums:
     log decay goes in as the sum of three numbers of 8 bits.
     """
 
-    def __init__(self, g_cW: jax.Array):
-        self.parts = []
+    def __init__(self, runs_Kcc: Any, g_cW: jax.Array):
+        self._runs, self._parts = runs_Kcc, []
         for _ in range(3):
             # by bits: a compiler may take a conversion there and back for nothing
             high = lax.bitcast_convert_type(g_cW, jnp.int32) & jnp.int32(-(1 << 16))
             part = lax.bitcast_convert_type(high, jnp.float32)
-            self.parts.append(part.astype(jnp.bfloat16))
+            self._parts.append(part.astype(jnp.bfloat16))
             g_cW = g_cW - part
 
-    def over(self, which_cc: jax.Array) -> jax.Array:
-        """For each row the sum of those that `which_cc` names."""
-        which = which_cc.astype(jnp.float32).astype(jnp.bfloat16)
-        high, middle, low = (_gpu.dot(which, part) for part in self.parts)
+    def over(self, kind: Any) -> jax.Array:
+        """For each row the sum over its run of that kind."""
+        high, middle, low = (_gpu.dot(self._runs[kind], part) for part in self._parts)
         return high + (middle + low)
 
-
-def sums_vjp(which_cc: jax.Array, d_sums_cW: jax.Array, dtype: Any) -> jax.Array:
-    """Gradient of the log decays from that of `Sums.over(which_cc)`."""
-    which = which_cc.astype(jnp.float32).astype(dtype)
-    return _gpu.dot(which, d_sums_cW.astype(dtype), trans_a=True)
+    def vjp(self, kind: Any, d_sums_cW: jax.Array, dtype: Any) -> jax.Array:
+        """Gradient of the log decays from that of `over(kind)`."""
+        return _gpu.dot(self._runs[kind].astype(dtype), d_sums_cW.astype(dtype), trans_a=True)
 
 
-def from_start(c: int) -> jax.Array:
-    """Rows that a state has decayed through when row i reads it."""
-    i, m = iotas(c)
-    return m <= i
+def decays_of_pairs(form: Form, sums: Sums, level: Any) -> tuple[jax.Array, jax.Array]:
+    """Factors of rows i and of columns j of the pairs of one level."""
+    span = sums.over(TO_BORDER + level)
+    to_row = jnp.exp(span)
+    if not form.anchored:
+        return to_row, to_row
+    return to_row, jnp.exp(sign_of_columns(form, level) * span)
 
 
-def to_end(c: int) -> jax.Array:
-    """Rows that what row i writes still decays through."""
-    i, m = iotas(c)
-    return m > i
+def sign_of_columns(form: Form, level: Any) -> Any:
+    """-1 where the decay of a row divides its column, at anchored blocks, else 1."""
+    return (1 - 2 * _is_block(level)).astype(jnp.float32) if form.anchored else 1.0
 
 
-def to_border(c: int, level: Any) -> jax.Array:
-    """Rows between row i and the border of its run of 2 s rows, s = 2^level."""
-    i, m = iotas(c)
-    second = (i >> level) & 1 == 1
-    return ((i >> level) == (m >> level)) & ((second & (m <= i)) | (~second & (m > i)))
+def _is_block(level: Any) -> jax.Array:
+    """1 for the first level where blocks are anchored, else 0; Triton selects no numbers."""
+    return jnp.maximum(_BLOCK_LEVEL - jnp.int32(level), 0)
 
 
-def parted(c: int, level: Any) -> jax.Array:
-    """Pairs i > j that the border of a run of 2^(level + 1) rows parts."""
+def pairs(form: Form, c: int, level: Any) -> jax.Array:
+    """Pairs i > j of one run of 2^(level + 1) rows: all of a block, else those in both its halves.
+
+    `level` is no constant in a kernel, lest a mask for each stay in registers.
+    """
     i, j = iotas(c)
-    run = (i >> (level + 1)) == (j >> (level + 1))
-    return run & ((i >> level) & 1 == 1) & ((j >> level) & 1 == 0)
+    bits = jnp.left_shift(1, level)
+    if form.anchored:
+        bits = bits | -_is_block(level)
+    return ((i >> (level + 1)) == (j >> (level + 1))) & ((i & bits) > (j & bits))
 
 
-def from_anchor(c: int) -> jax.Array:
-    """Rows after the first of a block of 16, up to row i of it."""
-    i, m = iotas(c)
-    block = (i >> _BLOCK_LEVEL) == (m >> _BLOCK_LEVEL)
-    return block & (m <= i) & (m & ((1 << _BLOCK_LEVEL) - 1) != 0)
-
-
-def within_anchored(c: int) -> jax.Array:
-    """Pairs i > j in one block of 16 rows."""
-    i, j = iotas(c)
-    return ((i >> _BLOCK_LEVEL) == (j >> _BLOCK_LEVEL)) & (i > j)
-
-
-def add_triangles(form: Form, x: Channels, sums: Sums, dtype: Any, so_far: Any) -> Any:
+def add_triangles(
+    form: Form, x: Channels, beta_c1: jax.Array, sums: Sums, dtype: Any, so_far: Any
+) -> Any:
     """Adds what these channels give to decayed products of q and of k with written keys, i > j."""
     c = x.g_cW.shape[0]
 
-    def with_keys(to_row, to_column, pairs, so_far):
-        columns = (x.write_cW * to_column).astype(dtype)
+    def add(level, so_far):
+        to_row, to_column = decays_of_pairs(form, sums, level)
+        columns = (beta_c1 * x.k_cW * to_column).astype(dtype)
+        which = pairs(form, c, level)
         products = (
             _gpu.dot((a * to_row).astype(dtype), columns, trans_b=True) for a in (x.q_cW, x.k_cW)
         )
-        return tuple(b + jnp.where(pairs, a, 0) for a, b in zip(products, so_far, strict=True))
-
-    def halving(level, so_far):
-        decay = jnp.exp(sums.over(to_border(c, level)))
-        return with_keys(decay, decay, parted(c, level), so_far)
+        return tuple(b + jnp.where(which, a, 0) for a, b in zip(products, so_far, strict=True))
 
     levels = form.levels(c)
-    so_far = lax.fori_loop(levels.start, levels.stop, halving, so_far)
-    if form.anchored:
-        span = sums.over(from_anchor(c))
-        so_far = with_keys(jnp.exp(span), jnp.exp(-span), within_anchored(c), so_far)
-    return so_far
+    return lax.fori_loop(levels.start, levels.stop, add, so_far)
 
 
 def unit_inverse(strict_cc: jax.Array, exact: bool) -> jax.Array:
@@ -257,10 +271,10 @@ def unit_inverse(strict_cc: jax.Array, exact: bool) -> jax.Array:
     c = strict_cc.shape[0]
     precise = {"exact": True} if exact else {"nearly_exact": True}
     i, j = iotas(c)
-    inverse = jnp.where(i == j, 1.0, 0.0) - jnp.where(parted(c, 0), strict_cc, 0)
 
     def join(level, inverse):
-        between = jnp.where(parted(c, level), strict_cc, 0)
+        halves = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) > (j >> level))
+        between = jnp.where(halves, strict_cc, 0)
         return inverse - _gpu.dot(inverse, _gpu.dot(between, inverse, **precise), **precise)
 
-    return lax.fori_loop(1, c.bit_length() - 1, join, inverse)
+    return lax.fori_loop(0, c.bit_length() - 1, join, jnp.where(i == j, 1.0, 0.0))

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from pallas_kernels import _gpu
 from pallas_kernels.kda import pallas_gpu_chunk as inside
 from pallas_kernels.kda.pallas_gpu_chunk import Channels, Form, Refs, Rows
-from pallas_kernels.kda.pallas_gpu_prep import Blocks, Inputs, state_decays
+from pallas_kernels.kda.pallas_gpu_prep import Blocks, Inputs, channels_of, state_decays
 from pallas_kernels.kda.tiles import Tiles
 
 
@@ -82,87 +81,93 @@ class _Sum(NamedTuple):
 
 def _gradients(form: Form, tiles: Tiles, dtype: Any, refs: Refs, saved: _Saved, outs: Grads):
     rows = inside.load_rows(form, refs)
-    triangles = _triangles(rows, saved, dtype)
-    (c,), H = rows.beta_c.shape, refs.q_cH.shape[1]
-    d_beta_c = along_q_c = along_k_c = jnp.zeros((c,), jnp.float32)
-    of_keys = []
-    for first in range(0, H, tiles.channels):
-        at = pl.ds(first, tiles.channels)
+    scores_c, triangles = _triangles(refs, rows, saved, dtype)
+
+    def channels(n, so_far):
+        d_beta_c, along_q_c, along_k_c = so_far
+        at = channels_of(n, tiles)
         x = inside.load_channels(form, refs, rows, at)
-        sums = inside.Sums(x.g_cW)
-        d = _through_states(refs, saved, rows, x, sums, at, dtype)
-        d = _through_pairs(form, x, sums, triangles, dtype, d)
+        sums = inside.Sums(refs.runs_Kcc, x.g_cW)
+        d = _through_states(refs, saved, rows, x, scores_c, sums, at, dtype)
+        d = _through_pairs(form, rows, x, sums, triangles, dtype, d)
         dk_cW = d.k_cW + rows.beta_c[:, None] * d.write_cW
-        d_beta_c += jnp.sum(x.k_cW * d.write_cW, axis=1)
-        along_q_c += jnp.sum(x.q_cW * d.q_cW, axis=1)
-        along_k_c += jnp.sum(x.k_cW * dk_cW, axis=1)
+        outs.q_BPNH[:, at] = d.q_cW.astype(outs.q_BPNH.dtype)
+        outs.k_BPNH[:, at] = dk_cW.astype(outs.k_BPNH.dtype)
         _write_gate(form, refs, outs, rows, at, d.g_cW)
-        of_keys.append((at, d.q_cW, dk_cW))
+        return (
+            d_beta_c + jnp.sum(x.k_cW * d.write_cW, axis=1),
+            along_q_c + jnp.sum(x.q_cW * d.q_cW, axis=1),
+            along_k_c + jnp.sum(x.k_cW * dk_cW, axis=1),
+        )
+
+    nothing = (jnp.zeros(rows.beta_c.shape, jnp.float32),) * 3
+    steps = refs.q_cH.shape[1] // tiles.channels
+    d_beta_c, along_q_c, along_k_c = lax.fori_loop(0, steps, channels, nothing)
     if form.raw:
         d_beta_c *= rows.beta_c * (1 - rows.beta_c)
     outs.beta_BPN[...] = jnp.where(rows.real_c, d_beta_c, 0).astype(outs.beta_BPN.dtype)
-    for at, dq_cW, dk_cW in of_keys:
-        scale, along = rows.q_scale_c, along_q_c / form.scale**2
-        _write_key(form, refs.q_cH, outs.q_BPNH, rows, at, dq_cW, scale, along)
-        _write_key(form, refs.k_cH, outs.k_BPNH, rows, at, dk_cW, rows.k_scale_c, along_k_c)
+    _gpu.barrier()  # what keys and queries get is read again
+
+    def finish(n, _):
+        at, along_c = channels_of(n, tiles), along_q_c / form.scale**2
+        _write_key(form, refs.q_cH, outs.q_BPNH, rows, at, rows.q_scale_c, along_c)
+        _write_key(form, refs.k_cH, outs.k_BPNH, rows, at, rows.k_scale_c, along_k_c)
+
+    lax.fori_loop(0, steps, finish, None)
 
 
-def _triangles(rows: Rows, saved: _Saved, dtype: Any):
-    """Gradients of decayed products, those of q and of k with written keys, inside documents."""
+def _triangles(refs: Refs, rows: Rows, saved: _Saved, dtype: Any):
+    """Gradients of decayed products, i > j, those of q and of k with written keys; of q, i = j."""
     errors = saved.errors_ch[...]
     d_out = inside.rows(saved.d_out_ch[...], rows.real_c).astype(dtype)
     d_scores = _gpu.dot(d_out, errors, trans_b=True)
     d_strict = -_gpu.dot(saved.dv_ch[...].astype(dtype), errors, trans_b=True)
-    return tuple(jnp.where(rows.same_cc, d, 0) for d in (d_scores, d_strict))
+    own_c = jnp.sum(d_out.astype(jnp.float32) * errors.astype(jnp.float32), axis=1)
+    both = (inside.in_one_document(refs, d).astype(dtype) for d in (d_scores, d_strict))
+    return own_c, tuple(both)
 
 
-def _through_states(refs: Refs, saved: _Saved, rows: Rows, x: Channels, sums, at, dtype) -> _Sum:
-    """What comes back through the states at the chunk's ends."""
-    c = rows.beta_c.shape[0]
+def _through_states(
+    refs: Refs, saved: _Saved, rows: Rows, x: Channels, own_c, sums, at, dtype
+) -> _Sum:
+    """What comes back through the states at the chunk's ends, and of products of rows i = j."""
     entry, d_exit = saved.entry_Hh[at, :], saved.d_exit_Hh[at, :]
     decays = state_decays(refs, x.g_cW, sums)
     d_out = inside.rows(saved.d_out_ch[...], rows.real_c).astype(dtype)
     dq = decays.from_start_cW * _gpu.dot(d_out, entry, trans_b=True)
     dk = -decays.from_start_cW * _gpu.dot(saved.dv_ch[...].astype(dtype), entry, trans_b=True)
-    dg = inside.sums_vjp(inside.from_start(c), x.q_cW * dq + x.k_cW * dk, dtype)
+    dg = sums.vjp(inside.FROM_START, x.q_cW * dq + x.k_cW * dk, dtype)
     d_write = decays.to_end_cW * _gpu.dot(saved.errors_ch[...], d_exit, trans_b=True)
-    dg += inside.sums_vjp(inside.to_end(c), x.write_cW * d_write, dtype)
+    write_cW = rows.beta_c[:, None] * x.k_cW
+    dg += sums.vjp(inside.TO_END, write_cW * d_write, dtype)
     kept = jnp.sum(entry.astype(jnp.float32) * d_exit.astype(jnp.float32), axis=1)
-    return _Sum(dq, dk, d_write, dg + (decays.carry_W * kept)[None, :])
+    dg += (decays.carry_W * kept)[None, :]
+    own_c1 = own_c[:, None]
+    return _Sum(dq + own_c1 * write_cW, dk, d_write + own_c1 * x.q_cW, dg)
 
 
-def _through_pairs(form: Form, x: Channels, sums, triangles, dtype, so_far: _Sum) -> _Sum:
+def _through_pairs(form: Form, rows: Rows, x: Channels, sums, triangles, dtype, so_far) -> _Sum:
     """Adds what comes back through the products of rows with each other."""
     c = x.g_cW.shape[0]
-    i, j = inside.iotas(c)
-    own = jnp.sum(jnp.where(i == j, triangles[0], 0), axis=1)[:, None]
-    q, write = so_far.q_cW + own * x.write_cW, so_far.write_cW + own * x.q_cW
-    so_far = so_far._replace(q_cW=q, write_cW=write)
 
-    def add(to_row, to_column, pairs, which, sign, so_far: _Sum) -> _Sum:
-        d_a, d_l = (jnp.where(pairs, d, 0).astype(dtype) for d in triangles)
-        columns = (x.write_cW * to_column).astype(dtype)
+    def add(level, so_far: _Sum) -> _Sum:
+        to_row, to_column = inside.decays_of_pairs(form, sums, level)
+        which = inside.pairs(form, c, level)
+        d_a, d_l = (jnp.where(which, d, jnp.zeros((), dtype)) for d in triangles)
+        write_cW = rows.beta_c[:, None] * x.k_cW * to_column
+        columns = write_cW.astype(dtype)
         dq, dk = to_row * _gpu.dot(d_a, columns), to_row * _gpu.dot(d_l, columns)
         d_write = _gpu.dot(d_a, (x.q_cW * to_row).astype(dtype), trans_a=True)
         d_write += _gpu.dot(d_l, (x.k_cW * to_row).astype(dtype), trans_a=True)
-        d_write *= to_column
-        d_sums = x.q_cW * dq + x.k_cW * dk + sign * (x.write_cW * d_write)
-        dg = inside.sums_vjp(which, d_sums, dtype)
-        return _Sum(*(a + b for a, b in zip(so_far, (dq, dk, d_write, dg), strict=True)))
-
-    def halving(level, so_far: _Sum) -> _Sum:
-        which = inside.to_border(c, level)
-        decay = jnp.exp(sums.over(which))
-        return add(decay, decay, inside.parted(c, level), which, 1, so_far)
+        # where anchored a column is divided by its decay
+        sign = inside.sign_of_columns(form, level)
+        d_sums = x.q_cW * dq + x.k_cW * dk + sign * (write_cW * d_write)
+        dg = sums.vjp(inside.TO_BORDER + level, d_sums, dtype)
+        added = (dq, dk, to_column * d_write, dg)
+        return _Sum(*(a + b for a, b in zip(so_far, added, strict=True)))
 
     levels = form.levels(c)
-    so_far = lax.fori_loop(levels.start, levels.stop, halving, so_far)
-    if form.anchored:
-        which = inside.from_anchor(c)
-        span = sums.over(which)
-        # a column is divided by its decay
-        so_far = add(jnp.exp(span), jnp.exp(-span), inside.within_anchored(c), which, -1, so_far)
-    return so_far
+    return lax.fori_loop(levels.start, levels.stop, add, so_far)
 
 
 def _write_gate(form: Form, refs: Refs, outs: Grads, rows: Rows, at: Any, dg_cW) -> None:
@@ -178,9 +183,9 @@ def _write_gate(form: Form, refs: Refs, outs: Grads, rows: Rows, at: Any, dg_cW)
     outs.dt_bias_GCH[at] = jnp.sum(dg_cW, axis=0)
 
 
-def _write_key(form: Form, ref: Any, out: Any, rows: Rows, at: Any, d_cW, scale_c, along_c):
-    """Gradient of q or k, from that of it scaled; `along_c` is the product of the two."""
-    d_cW = d_cW * scale_c[:, None]
+def _write_key(form: Form, ref: Any, out: Any, rows: Rows, at: Any, scale_c, along_c) -> None:
+    """Gradient of q or k from that of it scaled, in `out`; `along_c` is the product of the two."""
+    d_cW = out[:, at].astype(jnp.float32) * scale_c[:, None]
     if form.raw:
         x_cW = inside.rows(ref[:, at], rows.real_c)
         d_cW -= x_cW * (scale_c * scale_c * along_c)[:, None]

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _gpu
@@ -24,6 +25,7 @@ class Inputs(NamedTuple):
     dt_bias_NH: jax.Array
     ids_BP: jax.Array
     entry_BC: jax.Array
+    runs_Kcc: jax.Array  # bfloat16
 
 
 class Prepared(NamedTuple):
@@ -41,7 +43,7 @@ class Blocks:
     """Block specs of a grid (G, C): one head and one chunk a program."""
 
     def __init__(self, x: Inputs, tiles: Tiles):
-        self.c = tiles.chunk
+        self.c, self.runs = tiles.chunk, x.runs_Kcc.shape
         _, P, self.Nv, self.h = x.v_BPNh.shape
         self.H = x.q_BPNH.shape[-1]
         self.group = self.Nv // x.q_BPNH.shape[2]
@@ -75,6 +77,7 @@ class Blocks:
             pl.BlockSpec((None, H), lambda i, j: (i % Nv, 0)),
             pl.BlockSpec((None, self.c), lambda i, j: (i // Nv, j)),
             pl.BlockSpec((None, 1), lambda i, j: (i // Nv, j)),
+            pl.BlockSpec(self.runs, lambda i, j: (0, 0, 0)),
         ]  # fmt: skip
 
 
@@ -101,32 +104,55 @@ def prepare(form: Form, x: Inputs, tiles: Tiles) -> tuple[Prepared, jax.Array]:
 
 
 def _prepare(form: Form, tiles: Tiles, dtype: Any, refs: Refs, outs: Prepared, errors_ref: Any):
-    c, H = refs.q_cH.shape
     rows = inside.load_rows(form, refs)
-    triangles: Any = (jnp.zeros((c, c), jnp.float32),) * 2
-    own_c, meeting = jnp.zeros((c,), jnp.float32), []
-    for first in range(0, H, tiles.channels):
-        at = pl.ds(first, tiles.channels)
-        x = inside.load_channels(form, refs, rows, at)
-        sums = inside.Sums(x.g_cW)
-        triangles = inside.add_triangles(form, x, sums, dtype, triangles)
-        own_c += jnp.sum(x.q_cW * x.write_cW, axis=1)
-        decays = state_decays(refs, x.g_cW, sums)
-        outs.carry_GCH[at] = decays.carry_W
-        outs.q_GPH[:, at] = (x.q_cW * decays.from_start_cW).astype(dtype)
-        outs.write_GPH[:, at] = (x.write_cW * decays.to_end_cW).astype(dtype)
-        meeting.append((at, (x.k_cW * decays.from_start_cW).astype(dtype)))
-    scores_cc, strict_cc = (jnp.where(rows.same_cc, a, 0) for a in triangles)
-    i, j = inside.iotas(c)
-    outs.scores_GPc[...] = jnp.where(i == j, own_c[:, None], scores_cc).astype(dtype)
+    scores_cc, strict_cc = _triangles(form, tiles, dtype, refs, rows)
+    outs.scores_GPc[...] = scores_cc.astype(dtype)
     inverse_cc = inside.unit_inverse(strict_cc, exact=dtype == jnp.float32).astype(dtype)
     outs.inverse_GPc[...] = inverse_cc
-    for at, k_cW in meeting:
+
+    def channels(n, _):
+        at = channels_of(n, tiles)
+        x = inside.load_channels(form, refs, rows, at)
+        decays = state_decays(refs, x.g_cW, inside.Sums(refs.runs_Kcc, x.g_cW))
+        outs.carry_GCH[at] = decays.carry_W
+        outs.q_GPH[:, at] = (x.q_cW * decays.from_start_cW).astype(dtype)
+        write_cW = rows.beta_c[:, None] * x.k_cW * decays.to_end_cW
+        outs.write_GPH[:, at] = write_cW.astype(dtype)
+        k_cW = (x.k_cW * decays.from_start_cW).astype(dtype)
         outs.k_GPH[:, at] = _gpu.dot(inverse_cc, k_cW).astype(dtype)
-    for first in range(0, errors_ref.shape[1], tiles.columns):
-        columns = (slice(None), pl.ds(first, tiles.columns))
-        v_cw = inside.rows(refs.v_ch[columns], rows.real_c).astype(dtype)
-        errors_ref[columns] = _gpu.dot(inverse_cc, v_cw).astype(dtype)
+
+    def columns(n, _):
+        at = (slice(None), pl.ds(pl.multiple_of(n * tiles.columns, tiles.columns), tiles.columns))
+        v_cw = inside.rows(refs.v_ch[at], rows.real_c).astype(dtype)
+        errors_ref[at] = _gpu.dot(inverse_cc, v_cw).astype(dtype)
+
+    lax.fori_loop(0, refs.q_cH.shape[1] // tiles.channels, channels, None)
+    lax.fori_loop(0, errors_ref.shape[1] // tiles.columns, columns, None)
+
+
+def _triangles(form: Form, tiles: Tiles, dtype: Any, refs: Refs, rows: inside.Rows):
+    """Decayed products of q, i >= j, and of k, i > j, with written keys, inside documents."""
+    c, H = refs.q_cH.shape
+
+    def channels(n, so_far):
+        *triangles, own_c = so_far
+        x = inside.load_channels(form, refs, rows, channels_of(n, tiles))
+        sums = inside.Sums(refs.runs_Kcc, x.g_cW)
+        own_c += rows.beta_c * jnp.sum(x.q_cW * x.k_cW, axis=1)
+        beta_c1 = rows.beta_c[:, None]
+        return *inside.add_triangles(form, x, beta_c1, sums, dtype, tuple(triangles)), own_c
+
+    square = jnp.zeros((c, c), jnp.float32)
+    nothing = (square, square, jnp.zeros((c,), jnp.float32))
+    *triangles, own_c = lax.fori_loop(0, H // tiles.channels, channels, nothing)
+    scores_cc, strict_cc = (inside.in_one_document(refs, a) for a in triangles)
+    i, j = inside.iotas(c)
+    return jnp.where(i == j, own_c[:, None], scores_cc), strict_cc
+
+
+def channels_of(n: Any, tiles: Tiles) -> Any:
+    """Channels of keys in step n."""
+    return pl.ds(pl.multiple_of(n * tiles.channels, tiles.channels), tiles.channels)
 
 
 class Decays(NamedTuple):
@@ -142,8 +168,8 @@ def state_decays(refs: Refs, g_cW: jax.Array, sums: inside.Sums) -> Decays:
     ids_c, entry = refs.ids_c[...], refs.entry_1[0]
     c = ids_c.shape[0]
     last = refs.ids_c[c - 1]
-    from_start_cW = jnp.exp(sums.over(inside.from_start(c)))
-    to_end_cW = jnp.exp(sums.over(inside.to_end(c)))
+    from_start_cW = jnp.exp(sums.over(inside.FROM_START))
+    to_end_cW = jnp.exp(sums.over(inside.TO_END))
     return Decays(
         jnp.where((ids_c == entry)[:, None], from_start_cW, 0),
         jnp.where((ids_c == last)[:, None], to_end_cW, 0),

@@ -20,7 +20,7 @@ class Tiles(NamedTuple):
     """
 
     chunk: int = 64
-    channels: int = 64
+    channels: int = 32
     columns: int = 64
     prep_warps: int = 8
     scan_warps: int = 4
@@ -31,4 +31,4 @@ class Tiles(NamedTuple):
 @tunable
 def tiles_for(H: int, h: int) -> Tiles:
     """Tiles for keys of H and values of h channels; compiled, not timed."""
-    return Tiles(channels=min(64, H), columns=min(64, h))
+    return Tiles(channels=min(32, H), columns=min(64, h))
