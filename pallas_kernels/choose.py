@@ -11,6 +11,7 @@ import jax
 _PLATFORMS = ("cpu", "gpu", "tpu")
 PREFERENCES = ("auto", "ref", "chunked", "pallas", "pallas_gpu", "pallas_tpu")
 _platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
+_chip: contextvars.ContextVar[str] = contextvars.ContextVar("chip", default="")
 _preferred: contextvars.ContextVar[str] = contextvars.ContextVar("preferred", default="auto")
 _choices: contextvars.ContextVar[dict[str, "Choice"] | None] = contextvars.ContextVar(
     "choices", default=None
@@ -37,9 +38,17 @@ def target_platform() -> str:
     return backend if backend in ("cpu", "tpu") else "gpu"  # plugins call themselves cuda, rocm
 
 
+def target_chip() -> str:
+    """What operators are being lowered for, in lower case: "h200", "nvidia b200", or ""."""
+    chosen = _platform.get()
+    return jax.devices()[0].device_kind.lower() if chosen is None else _chip.get()
+
+
 @contextlib.contextmanager
-def lowering_for(platform: str) -> Iterator[None]:
+def lowering_for(platform: str, chip: str = "") -> Iterator[None]:
     """Makes `target_platform()` answer `platform`, so that a CPU can lower for another machine.
+
+    `chip` is what `target_chip()` then answers.
 
     The choice is made while tracing: a function that `jax.jit` has already traced keeps its own.
 
@@ -48,11 +57,12 @@ def lowering_for(platform: str) -> Iterator[None]:
     """
     if platform not in _PLATFORMS:
         raise ValueError(f"platform={platform!r} is unknown. Use one of {', '.join(_PLATFORMS)}.")
-    token = _platform.set(platform)
+    token, chip_token = _platform.set(platform), _chip.set(chip)
     try:
         yield
     finally:
         _platform.reset(token)
+        _chip.reset(chip_token)
 
 
 @contextlib.contextmanager

@@ -282,7 +282,8 @@ def _compile(
         options |= DUMP_OPTIONS | {"xla_dump_to": str(dump)}
     began = time.perf_counter()
     try:
-        with jax.set_mesh(program.mesh), lowering_for(platform):
+        chip = hardware.name.partition(":")[0]
+        with jax.set_mesh(program.mesh), lowering_for(platform, chip):
             compiled = compile_once(
                 lambda state, batch: train_step(program, state, batch),
                 *abstract_arguments(program),

@@ -75,7 +75,7 @@ def _compiled(hardware: Hardware, platform: str, device: Any, case: GateCase) ->
         options = {"xla_dump_to": folder} if platform == "gpu" else {}
         began = time.perf_counter()
         try:
-            with lowering_for(platform), _told_of(hardware):
+            with lowering_for(platform, chip), _told_of(hardware):
                 compiled = jax.jit(case.fn).trace(*args).lower().compile(compiler_options=options)
         except Exception as error:  # each compiler has its own
             seconds, fault = time.perf_counter() - began, " ".join(str(error).split())[:300]

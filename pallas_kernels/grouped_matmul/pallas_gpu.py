@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.choose import target_chip
 from pallas_kernels.grouped_matmul import (
     differentiated,
     pallas_gpu_rows,
@@ -15,9 +16,8 @@ from pallas_kernels.grouped_matmul import (
 )
 from pallas_kernels.grouped_matmul.tiles import (
     Sizes,
-    rows_of_tile,
-    tiles_for_rows,
-    tiles_for_weights,
+    tiles_for,
+    tiles_for_gradient,
 )
 
 # Rows whose sum one program forms where all groups share a factor: 64 of them at 65,536 rows.
@@ -44,21 +44,23 @@ def grouped_matmul(rows_RK, weights, group_sizes_E, *, activation, situ_betas, l
 
 
 class Plan(NamedTuple):
-    """Bounds of the groups, and tiles of rows, those of no group behind."""
+    """Bounds of the groups, and how many rows there are, and in the mean group."""
 
     bounds: worklist.Bounds
-    items_3L: jax.Array
+    num_rows: int
     mean_rows: int
+
+    def items(self, tile_rows: int) -> jax.Array:
+        """Tiles of rows, those of no group behind; a compiler builds lists that are alike once."""
+        return worklist.tiles(
+            worklist.with_tail(self.bounds, self.num_rows), self.num_rows, tile_rows,
+            pallas_gpu_rows.NEIGHBOURS,
+        )  # fmt: skip
 
 
 def _plan(group_sizes_E, num_rows):
-    mean_rows = num_rows // group_sizes_E.shape[0]
     bounds = worklist.bounds_of(group_sizes_E)
-    items_3L = worklist.tiles(
-        worklist.with_tail(bounds, num_rows), num_rows, rows_of_tile(mean_rows),
-        pallas_gpu_rows.NEIGHBOURS,
-    )  # fmt: skip
-    return Plan(bounds, items_3L, mean_rows)
+    return Plan(bounds, num_rows, num_rows // group_sizes_E.shape[0])
 
 
 def _rows(
@@ -74,21 +76,22 @@ def _rows(
         plan.mean_rows, depth, width // len(pieces), x_RD.dtype, gated=activation is not None,
         backward=d_out is not None, packed=packed, adapted=low is not None,
     )  # fmt: skip
+    tiles = tiles_for(sizes, target_chip())
     call = pallas_gpu_rows.Product(
         num_groups=plan.bounds.first.shape[0], depth=depth, width=width, across=across,
         pieces=pieces, activation=activation, betas=betas, backward=d_out is not None,
         rank=0 if low is None else low[0].shape[1], scale=scale, shared_weight=base.ndim == 2,
-        shared_low=low is not None and low[1].ndim == 2, tiles=tiles_for_rows(sizes),
+        shared_low=low is not None and low[1].ndim == 2, tiles=tiles,
     )  # fmt: skip
     flat = tuple(w.reshape(-1, num_f) for w in weight.values())
     if low is not None:
         low = low[0], low[1].reshape(-1, low[1].shape[-1])
-    return pallas_gpu_rows.run(call, plan.items_3L, x_RD, flat, low, d_out, name=name)
+    return pallas_gpu_rows.run(call, plan.items(tiles.rows), x_RD, flat, low, d_out, name=name)
 
 
 def _weights(plan, x_RK, d_RF, *, name, dtype, shared):
     sizes = Sizes(plan.mean_rows, x_RK.shape[1], d_RF.shape[1], x_RK.dtype)
-    tiles = tiles_for_weights(sizes)
+    tiles = tiles_for_gradient(sizes, target_chip())
     if not shared:
         return pallas_gpu_weights.run(x_RK, d_RF, plan.bounds, tiles, dtype, name=name)
     pieces = worklist.pieces_of(x_RK.shape[0], plan.bounds.end[-1], SHARED_PIECE)

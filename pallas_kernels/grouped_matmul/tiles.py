@@ -65,14 +65,15 @@ def rows_of_tile(mean_rows: int) -> int:
 
 
 @tunable
-def tiles_for_rows(sizes: Sizes) -> Tiles:
-    """Of the kernel that multiplies rows by their group's weight, on Hopper and Blackwell."""
+def tiles_for(sizes: Sizes, chip: str = "h200") -> Tiles:
+    """Of the GPU kernel that multiplies rows by their group's weight; compiled, not timed."""
+    blackwell = any(name in chip for name in ("b100", "b200", "b300"))
     rows = rows_of_tile(sizes.mean_rows)
     wide = jnp.dtype(sizes.dtype).itemsize == 4
     # 128 x 256 sums in float32 over 256 threads are 128 registers each, the most that leaves room;
     # unpacking needs as many again for its bits, so half of that, and so do the backward's adapters
-    # and float32.
-    half = sizes.packed or (sizes.backward and (sizes.adapted or wide))
+    # and float32; on Blackwell all of the backward, as its large instructions take 8 warps at most.
+    half = sizes.packed or (sizes.backward and (sizes.adapted or wide or blackwell))
     cols = 128 if half else 256
     cols = min(cols // (2 if sizes.gated else 1), power_of_two_from(sizes.cols))
     # 48 KB a step in bfloat16: 4 steps are 192 of 227 KB of shared memory.
@@ -84,13 +85,15 @@ def tiles_for_rows(sizes: Sizes) -> Tiles:
 
 
 @tunable
-def tiles_for_weights(sizes: Sizes) -> Tiles:
-    """Of the kernel that sums over a group's rows: `depth` x `cols` of a weight's gradient."""
+def tiles_for_gradient(sizes: Sizes, chip: str = "h200") -> Tiles:
+    """Of the GPU kernel that sums over a group's rows, `depth` x `cols` of a weight's gradient."""
+    del chip
     wide = jnp.dtype(sizes.dtype).itemsize == 4
     rows = 32 if wide or sizes.mean_rows < 64 else 64  # as the depth above
     depth = min(128, power_of_two_from(sizes.depth))
     cols = min(256, power_of_two_from(sizes.cols))
-    return Tiles(rows, cols, depth, 8 if depth * cols >= 128 * 128 else 4, 4)
+    # 16 x 256 of an adapter too: with 4 warps it spills on Blackwell
+    return Tiles(rows, cols, depth, 8 if cols > 128 or depth * cols >= 128 * 128 else 4, 4)
 
 
 def rows_of_visit(mean_rows: int) -> int:

@@ -145,7 +145,7 @@ def test_refusals():
 def test_tiles_fit_a_program(mean_rows, gated):
     for backward in (False, True)[: 1 + gated]:
         sizes = tiles.Sizes(mean_rows, 3584, 3072, "bfloat16", gated=gated, backward=backward)
-        chosen = tiles.tiles_for_rows(sizes)
+        chosen = tiles.tiles_for(sizes)
         assert all(n & (n - 1) == 0 for n in chosen[:4])
         weights = 2 if gated else 1
         sums = chosen.rows * chosen.cols * weights / (chosen.warps * 32)
