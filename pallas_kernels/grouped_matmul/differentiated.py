@@ -21,9 +21,11 @@ class Engine(NamedTuple):
 
     Attributes:
       plan: (group_sizes, num_rows) -> what the kernels need to know of the groups.
-      rows: (plan, x, weight, *, name, across, activation, betas, low, d_out, scale) -> rows times
-        weights, as `Rows` says.
-      weights: (plan, x, d, *, name, dtype, shared) -> sum over a group's rows of x^T d.
+      rows: (plan, x, weight, *, name, across, activation, betas, low, d_out, scale) -> scale times
+        x W, or x W^T where `across`, plus the product of the pair `low`; through the activation,
+        or, with `d_out`, the gradient of what the activation reads. Rows of no group give 0.
+      weights: (plan, x, d, *, name, dtype, shared) -> sum over a group's rows of x^T d; of all
+        groups' rows where `shared`.
     """
 
     plan: Callable[..., Any]

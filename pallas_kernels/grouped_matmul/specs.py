@@ -123,7 +123,8 @@ def gate_cases(platform: str) -> list[GateCase]:
             bound = ("grouped_rows", "grouped_drows", *(("grouped_dh",) if act else ()))
             args = _lora_args(shape, act, packed)
             kind = "MXFP4 LoRA" if packed else "LoRA"
-            cases.append(GateCase(f"grouped {name} {kind} K3", _adapters(act), args, bound))
+            quick = kind == "LoRA" and name == "up"
+            cases.append(GateCase(f"grouped {name} {kind} K3", _adapters(act), args, bound, quick))
     return cases
 
 
