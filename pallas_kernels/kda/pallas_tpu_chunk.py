@@ -172,24 +172,27 @@ def products_vjp(q_cH, erase_cH, k_cH, factors: Decays, d_pairs_2cc, dtype):
 def inverse(strict_cc: jax.Array) -> jax.Array:
     """(I + strict)^-1 in float32: by substitution in blocks of 16 rows, then by merging halves.
 
-    With X the inverses on the diagonal and P what lies between the halves, X - X P X is the next.
-    No power of `strict` is formed.
+    With X and Y the inverses of two halves and P what lies between, the corner is -Y P X. No power
+    of `strict` is formed.
     """
-    shape, c = strict_cc.shape, strict_cc.shape[0]
-    result = _block_inverse(strict_cc)
-    for level, s in enumerate(_sizes(c)):
-        if s >= _BLOCK:
-            between = jnp.where(_levels(shape) == level, strict_cc, 0)
-            result -= _tpu.dot(result, _tpu.dot(between, result, exact=True), exact=True)
-    return result
+    blocks = _block_inverses(strict_cc)
+    while len(blocks) > 1:
+        s, merged = len(blocks[0]), []
+        for first, second in zip(blocks[::2], blocks[1::2], strict=True):
+            start = 2 * s * len(merged)
+            between = strict_cc[start + s : start + 2 * s, start : start + s]
+            corner = _tpu.dot(second, _tpu.dot(between, first, exact=True), exact=True)
+            top = jnp.concatenate([first, jnp.zeros_like(first)], axis=1)
+            merged.append(stack(top, jnp.concatenate([-corner, second], axis=1)))
+        blocks = merged
+    return blocks[0]
 
 
-def _block_inverse(strict_cc):
+def _block_inverses(strict_cc):
     """Inverses of the blocks on the diagonal, which lie side by side while rows are replaced."""
     c = strict_cc.shape[0]
     rows, columns = rows_of((c, c)), lax.broadcasted_iota(jnp.int32, (c, c), 1)
-    own_cc = rows ^ columns < _BLOCK
-    blocks = jnp.where(own_cc, strict_cc, 0).reshape(-1, _BLOCK, c)
+    blocks = jnp.where(rows ^ columns < _BLOCK, strict_cc, 0).reshape(-1, _BLOCK, c)
     strict_bc = sum(blocks[m] for m in range(c // _BLOCK))
     lane_bc = lax.broadcasted_iota(jnp.int32, (_BLOCK, c), 1)
     first_bc = lane_bc & ~(_BLOCK - 1)
@@ -197,4 +200,4 @@ def _block_inverse(strict_cc):
     for j in range(_BLOCK - 1):
         below_bc = jnp.take_along_axis(strict_bc, first_bc + j, axis=1)
         result -= below_bc * result[j : j + 1]
-    return jnp.where(own_cc, jnp.concatenate([result] * (c // _BLOCK), axis=0), 0)
+    return [result[:, m : m + _BLOCK] for m in range(0, c, _BLOCK)]
