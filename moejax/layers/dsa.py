@@ -14,7 +14,7 @@ from flax import nnx
 from moejax.config import ConfigError, DsaConfig, MlaConfig
 from moejax.layers.adapter import Drop, project
 from moejax.layers.cache import IndexedCache, Now
-from moejax.layers.mla import Latents, Mla
+from moejax.layers.mla import Latents, Mla, expanded
 from moejax.layers.norm import layer_norm
 from moejax.layers.param import use, vector, weight, wide
 from moejax.layers.rope import At, rotate
@@ -22,7 +22,12 @@ from moejax.partitioning import batch_local
 from pallas_kernels.blocks import take_rows
 from pallas_kernels.indexer_kl import indexer_kl
 from pallas_kernels.lightning_indexer import lightning_indexer
-from pallas_kernels.sparse_flash_attention import sparse_flash_attention, sparse_max_logit
+from pallas_kernels.mla_attention import mla_attention
+from pallas_kernels.sparse_flash_attention import (
+    crossover,
+    sparse_flash_attention,
+    sparse_max_logit,
+)
 
 
 class Indexer(nnx.Module):
@@ -166,15 +171,34 @@ class Dsa(Mla):
         kl_BT = indexer_kl(q_idx, k_idx, w_idx, *main, scale=self.scale, segment_ids=segment_ids)
         return out, _row_sums(kl_BT, segment_ids), top
 
+    def masked_up_to(self) -> int:
+        """Longest row in which other keys are masked; in longer ones the selected are gathered.
+
+        Both give the same numbers but for rounding.
+        """
+        mla = self.cfg
+        return crossover(
+            self.dsa.top_k, H=mla.nope_dim + mla.rope_dim, h=mla.value_dim, C=mla.kv_latent,
+            R=mla.rope_dim,
+        )  # fmt: skip
+
     def _sparse(self, q_idx, k_idx, w_idx, q, q_rope, latent, k_rope, segment_ids, k_b, v_b):
         stopped = jax.lax.stop_gradient((q_idx, k_idx, w_idx))
         indices = lightning_indexer(*stopped, top_k=self.dsa.top_k, segment_ids=segment_ids)
         q_latent = jnp.einsum("btnh,cnh->btnc", q, k_b)
         absorbed = (q_latent, q_rope, latent, k_rope)
-        out_BTNC, lse = sparse_flash_attention(*absorbed, indices, scale=self.scale)
-        out = jnp.einsum(
-            "btnc,cnh->btnh", out_BTNC.astype(v_b.dtype), v_b, preferred_element_type=lse.dtype
-        )
+        if q.shape[1] <= self.masked_up_to():
+            # in a row of at most top_k positions all keys that are visible have been selected
+            chosen = indices if q.shape[1] > self.dsa.top_k else None
+            heads = expanded(q, q_rope, latent, k_rope, k_b, v_b)
+            out, lse = mla_attention(
+                *heads, scale=self.scale, segment_ids=segment_ids, indices=chosen
+            )
+        else:
+            out_BTNC, lse = sparse_flash_attention(*absorbed, indices, scale=self.scale)
+            out = jnp.einsum(
+                "btnc,cnh->btnh", out_BTNC.astype(v_b.dtype), v_b, preferred_element_type=lse.dtype
+            )
         kl_B, top = jnp.zeros(segment_ids.shape[:1], lse.dtype), jnp.zeros((1, 0))
         if self.dsa.stage == "sparse":
             main = jax.lax.stop_gradient((*absorbed, lse))

@@ -153,12 +153,8 @@ class Mla(nnx.Module):
         Returns:
           Output, log-sum-exp, largest logit [1, N] (empty when not tracked).
         """
-        k_BTNH = jnp.einsum("btc,cnh->btnh", latent_BTC, k_b_CNH)
-        v_BTNh = jnp.einsum("btc,cnh->btnh", latent_BTC, v_b_CNh)
-        k_rope_BTNR = jnp.broadcast_to(k_rope_BTR[:, :, None], q_rope_BTNR.shape)
-        q = jnp.concatenate([q_BTNH, q_rope_BTNR], -1)
-        k = jnp.concatenate([k_BTNH, k_rope_BTNR], -1)
-        out, lse = mla_attention(q, k, v_BTNh, scale=self.scale, segment_ids=segment_ids_BT)
+        q, k, v = expanded(q_BTNH, q_rope_BTNR, latent_BTC, k_rope_BTR, k_b_CNH, v_b_CNh)
+        out, lse = mla_attention(q, k, v, scale=self.scale, segment_ids=segment_ids_BT)
         top = jnp.zeros((1, 0))
         if self.track_max_logit:
             top = max_logit(q, k, scale=self.scale, segment_ids=segment_ids_BT)[None]
@@ -177,3 +173,15 @@ class Mla(nnx.Module):
             out_BTNh = out_BTNh * jax.nn.sigmoid(logits).reshape(*out_BTNh.shape[:3], -1)
         flat = out_BTNh.astype(dtype).reshape(*x_BTD.shape[:2], -1)
         return project(self, "o", flat, drop=drop)
+
+
+def expanded(
+    q_BTNH: jax.Array, q_rope_BTNR: jax.Array, latent_BTC: jax.Array, k_rope_BTR: jax.Array,
+    k_b_CNH: jax.Array, v_b_CNh: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    """Queries and keys [B, T, N, H + R] and values [B, T, N, h] of every head."""
+    k_BTNH = jnp.einsum("btc,cnh->btnh", latent_BTC, k_b_CNH)
+    v_BTNh = jnp.einsum("btc,cnh->btnh", latent_BTC, v_b_CNh)
+    k_rope_BTNR = jnp.broadcast_to(k_rope_BTR[:, :, None], q_rope_BTNR.shape)
+    q = jnp.concatenate([q_BTNH, q_rope_BTNR], -1)
+    return q, jnp.concatenate([k_BTNH, k_rope_BTNR], -1), v_BTNh

@@ -1,16 +1,22 @@
 """Public functions: checks, defaults, choice of implementation."""
 
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import blocks, choose
-from pallas_kernels.mla_attention import chunked, pallas_gpu, ref
+from pallas_kernels.mla_attention import chunked, pallas_gpu, pallas_tpu, ref
 
-_IMPLS = {
-    "pallas_gpu": pallas_gpu.mla_attention, "chunked": chunked.mla_attention,
-    "ref": ref.mla_attention,
+_IMPLS: dict[str, Callable[..., Any]] = {
+    "pallas_gpu": pallas_gpu.mla_attention, "pallas_tpu": pallas_tpu.mla_attention,
+    "chunked": chunked.mla_attention, "ref": ref.mla_attention,
 }  # fmt: skip
-_MAX_IMPLS = {"chunked": chunked.max_logit, "ref": ref.max_logit}
-_ORDER = {"gpu": ("pallas_gpu", "chunked"), "cpu": ("chunked",)}
+_MAX_IMPLS: dict[str, Callable[..., Any]] = {"chunked": chunked.max_logit, "ref": ref.max_logit}
+_ORDER = {
+    "gpu": ("pallas_gpu", "chunked"), "tpu": ("pallas_tpu", "chunked"), "cpu": ("chunked",),
+}  # fmt: skip
 _MAX_ORDER = {"cpu": ("chunked",)}
 
 
@@ -24,6 +30,7 @@ def mla_attention(
     kv_segment_ids: Int[Array, "B S"] | None = None,
     q_offset: int | Int[Array, ""] = 0,
     causal: bool = True,
+    indices: Int[Array, "B T J"] | None = None,
     impl: str | None = None,
 ) -> tuple[Float[Array, "B T N h"], Float[Array, "B T N"]]:
     """Dense softmax attention of expanded MLA, exact, in memory linear in T and S.
@@ -40,6 +47,8 @@ def mla_attention(
       kv_segment_ids: document of each key; `segment_ids` if None (then S must equal T).
       q_offset: position of the first query among the keys.
       causal: False lets a query see its document's future too.
+      indices: the keys that a query chose, of those visible to it: distinct, -1 marks an empty
+        slot. None lets it see all. The work stays that of all keys.
       impl: "chunked", "ref", "pallas", or None to choose.
     Returns:
       Output and lse in float32 (float64 for float64 inputs). Both are differentiable, once.
@@ -55,7 +64,10 @@ def mla_attention(
         "mla_attention", segment_ids, kv_segment_ids, sizes["B"], sizes["T"], sizes["S"]
     )
     names = choose.candidates(_IMPLS, _ORDER, impl)
-    args = (q, k, v, seg_q, seg_k, q_offset)
+    if indices is not None:
+        blocks.check_indices("mla_attention", indices, sizes["B"], sizes["T"])
+        indices = indices.astype(jnp.int32)
+    args = (q, k, v, seg_q, seg_k, q_offset, indices)
     return choose.first_that_runs(_IMPLS, names, *args, scale=scale, causal=causal)
 
 

@@ -13,6 +13,7 @@ from jax import lax
 from pallas_kernels.blocks import (
     NO_KEY_LSE,
     accum_dtype,
+    chosen_mask,
     pad_dim1,
     scan_queries,
     split,
@@ -45,6 +46,17 @@ class _Keys:
         positions = start + jnp.arange(self.block, dtype=jnp.int32)
         return *(cut(x, 2) for x in self.arrays_BNSx), cut(self.seg_BS, 1), positions
 
+    def chosen(self, blocks):
+        """Which keys a block of queries chose, [B, t, S]; `blocks` holds their indices, or none."""
+        return [chosen_mask(indices, self.num * self.block) for indices in blocks]
+
+    def visible(self, index, chosen, *args):
+        """`blocks.visible` with a dim for heads, of what was also `chosen`."""
+        mask = visible(*args)
+        for chosen_BtS in chosen:
+            mask &= lax.dynamic_slice_in_dim(chosen_BtS, index * self.block, self.block, 2)
+        return mask[:, None]
+
     def loop(self, last_pos, causal, body, carry):
         """carry = body(index, carry) over the blocks that a query at `last_pos` may see."""
         if self.num == 1:
@@ -53,12 +65,13 @@ class _Keys:
         return lax.fori_loop(0, end, body, carry)
 
 
-def _forward(q, k, v, seg_q, seg_k, q_offset, scale, causal):
+def _forward(q, k, v, seg_q, seg_k, q_offset, indices, scale, causal):
     dtype = accum_dtype(q)
     keys = _Keys(seg_k, k, v)
 
     def query_block(carry, start, blocks):
-        q_BtNH, seg_Bt = blocks
+        q_BtNH, seg_Bt, *rest = blocks
+        chosen = keys.chosen(rest)
         q_BNtH = jnp.swapaxes(q_BtNH, 1, 2)
         B, N, t, _ = q_BNtH.shape
         pos_t = q_offset + start + jnp.arange(t, dtype=jnp.int32)
@@ -66,7 +79,7 @@ def _forward(q, k, v, seg_q, seg_k, q_offset, scale, causal):
         def key_block(index, state):
             top_BNt, total_BNt, out_BNth = state
             k_BNsH, v_BNsh, seg_Bs, pos_s = keys.read(index)
-            mask = visible(seg_Bt, seg_Bs, pos_t, pos_s, causal)[:, None]
+            mask = keys.visible(index, chosen, seg_Bt, seg_Bs, pos_t, pos_s, causal)
             s_BNts = scale * _dot("BNtH,BNsH->BNts", q_BNtH, k_BNsH, dtype)
             s_BNts = jnp.where(mask, s_BNts, -jnp.inf)
             new_top = jnp.maximum(top_BNt, s_BNts.max(-1))
@@ -86,10 +99,11 @@ def _forward(q, k, v, seg_q, seg_k, q_offset, scale, causal):
         lse = jnp.where(seen, top + jnp.log(safe), NO_KEY_LSE)
         return carry, (jnp.swapaxes(out / safe[..., None], 1, 2), jnp.swapaxes(lse, 1, 2))
 
-    return scan_queries(query_block, None, (q, seg_q), _QUERY_BLOCK)[1]
+    xs = (q, seg_q) if indices is None else (q, seg_q, indices)
+    return scan_queries(query_block, None, xs, _QUERY_BLOCK)[1]
 
 
-def _backward(q, k, v, seg_q, seg_k, q_offset, out, lse, dout, dlse, scale, causal):
+def _backward(q, k, v, seg_q, seg_k, q_offset, indices, out, lse, dout, dlse, scale, causal):
     """ds = p * (dout v' - rowsum(dout * out) + dlse); the sums over queries ride in the carry."""
     dtype = accum_dtype(q)
     keys = _Keys(seg_k, k, v)
@@ -97,13 +111,13 @@ def _backward(q, k, v, seg_q, seg_k, q_offset, out, lse, dout, dlse, scale, caus
 
     def query_block(sums, start, blocks):
         q_BNtH, dout_BNth, lse_BNt, shift_BNt = (jnp.swapaxes(x, 1, 2) for x in blocks[:4])
-        seg_Bt = blocks[4]
+        seg_Bt, chosen = blocks[4], keys.chosen(blocks[5:])
         pos_t = q_offset + start + jnp.arange(seg_Bt.shape[1], dtype=jnp.int32)
 
         def key_block(index, state):
             dq_BNtH, dk_BNSH, dv_BNSh = state
             k_BNsH, v_BNsh, seg_Bs, pos_s = keys.read(index)
-            mask = visible(seg_Bt, seg_Bs, pos_t, pos_s, causal)[:, None]
+            mask = keys.visible(index, chosen, seg_Bt, seg_Bs, pos_t, pos_s, causal)
             s_BNts = scale * _dot("BNtH,BNsH->BNts", q_BNtH, k_BNsH, dtype)
             p_BNts = jnp.where(mask, jnp.exp(s_BNts - lse_BNt[..., None]), 0)
             dp_BNts = _dot("BNth,BNsh->BNts", dout_BNth, v_BNsh, dtype)
@@ -118,7 +132,7 @@ def _backward(q, k, v, seg_q, seg_k, q_offset, out, lse, dout, dlse, scale, caus
         return tuple(sums), (jnp.swapaxes(dq_BNtH, 1, 2).astype(q.dtype),)
 
     sums = tuple(jnp.zeros(x.shape, dtype) for x in keys.arrays_BNSx)
-    xs = (q, dout.astype(v.dtype), lse, shift_BTN, seg_q)
+    xs = (q, dout.astype(v.dtype), lse, shift_BTN, seg_q, *([] if indices is None else [indices]))
     sums, (dq,) = scan_queries(query_block, sums, xs, _QUERY_BLOCK)
     dk, dv = (jnp.swapaxes(x, 1, 2)[:, : k.shape[1]].astype(k.dtype) for x in sums)
     return dq, dk, dv
@@ -133,30 +147,30 @@ def _add_at(total_BNSx, part_BNsx, index):
     return lax.dynamic_update_slice_in_dim(total_BNSx, old + part_BNsx, start, 2)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _attend(q, k, v, seg_q, seg_k, q_offset, scale, causal):
-    return _forward(q, k, v, seg_q, seg_k, q_offset, scale, causal)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
+def _attend(q, k, v, seg_q, seg_k, q_offset, indices, scale, causal):
+    return _forward(q, k, v, seg_q, seg_k, q_offset, indices, scale, causal)
 
 
-def _attend_fwd(q, k, v, seg_q, seg_k, q_offset, scale, causal):
-    out, lse = _forward(q, k, v, seg_q, seg_k, q_offset, scale, causal)
-    return (out, lse), (q, k, v, seg_q, seg_k, q_offset, out, lse)
+def _attend_fwd(q, k, v, seg_q, seg_k, q_offset, indices, scale, causal):
+    out, lse = _forward(q, k, v, seg_q, seg_k, q_offset, indices, scale, causal)
+    return (out, lse), (q, k, v, seg_q, seg_k, q_offset, indices, out, lse)
 
 
 def _attend_bwd(scale, causal, residuals, cotangents):
-    q, k, v, seg_q, seg_k, q_offset, out, lse = residuals
+    q, k, v, seg_q, seg_k, q_offset, indices, out, lse = residuals
     dout, dlse = cotangents
-    grads = _backward(q, k, v, seg_q, seg_k, q_offset, out, lse, dout, dlse, scale, causal)
-    return *grads, None, None, None
+    grads = _backward(q, k, v, seg_q, seg_k, q_offset, indices, out, lse, dout, dlse, scale, causal)
+    return *grads, None, None, None, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def mla_attention(q, k, v, segment_ids, kv_segment_ids, q_offset, *, scale, causal):
+def mla_attention(q, k, v, segment_ids, kv_segment_ids, q_offset, indices, *, scale, causal):
     """See api.py; differentiable once, through the output and the lse."""
     q_offset = jnp.asarray(q_offset, jnp.int32)
-    return _attend(q, k, v, segment_ids, kv_segment_ids, q_offset, scale, causal)
+    return _attend(q, k, v, segment_ids, kv_segment_ids, q_offset, indices, scale, causal)
 
 
 def max_logit(q, k, segment_ids, *, scale):

@@ -20,12 +20,12 @@ from pallas_kernels.mla_attention.tiles import tiles_for
 _LOWEST = -1e30
 
 
-def mla_attention(q, k, v, segment_ids, kv_segment_ids, q_offset, *, scale, causal):
+def mla_attention(q, k, v, segment_ids, kv_segment_ids, q_offset, indices, *, scale, causal):
     """See api.py; differentiable once, through the output and the lse."""
     _refuse(q, k, v, scale)
     B, T, N, H = q.shape
     sizes = Sizes(B, T, k.shape[1], N, H, v.shape[-1], float(scale), bool(causal))
-    seen = Seen(segment_ids, kv_segment_ids, jnp.asarray(q_offset, jnp.int32))
+    seen = Seen(segment_ids, kv_segment_ids, jnp.asarray(q_offset, jnp.int32), indices)
     flat = [x.reshape(*x.shape[:2], -1) for x in (q, k, v)]
     out, lse_BNT = _attend(sizes, *flat, seen)
     return out.reshape(B, T, N, -1), jnp.swapaxes(lse_BNT, 1, 2)
@@ -80,7 +80,7 @@ def _body(kernel: Kernel, tables, q_ref, k_ref, v_ref, out_ref, lse_ref):
         top_t, total_t, out_th = carry
         s_ts = dots(q_tH, keys.read(k_ref, sizes.H, masked)) * factor
         if masked:
-            s_ts = jnp.where(kernel.visible(own, keys, q_offset, (1, 0)), s_ts, -jnp.inf)
+            s_ts = jnp.where(kernel.visible(tables, own, keys, q_offset, 1), s_ts, -jnp.inf)
         new_top_t = jnp.maximum(top_t, jnp.max(s_ts, axis=1))
         p_ts = jnp.exp2(s_ts - new_top_t[:, None])
         fade_t = jnp.exp2(top_t - new_top_t)

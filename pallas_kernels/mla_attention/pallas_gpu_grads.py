@@ -37,7 +37,7 @@ def _queries_body(kernel, tables, q_ref, k_ref, v_ref, dout_ref, lse_ref, shift_
         k_sH = keys.read(k_ref, sizes.H, masked)
         p_ts = jnp.exp2(dots(q_tH, k_sH) * factor - lse_t1)
         if masked:
-            p_ts = jnp.where(kernel.visible(own, keys, q_offset, (1, 0)), p_ts, 0)
+            p_ts = jnp.where(kernel.visible(tables, own, keys, q_offset, 1), p_ts, 0)
         dp_ts = dots(dout_th, keys.read(v_ref, sizes.h, masked))
         ds_ts = (p_ts * (dp_ts + shift_t1)).astype(k_ref.dtype)
         return [dq + _gpu.dot(ds_ts, k) for dq, k in zip(dq_tH, k_sH, strict=True)]
@@ -60,7 +60,7 @@ def _keys_body(kernel, tables, q_ref, k_ref, v_ref, dout_ref, lse_ref, shift_ref
         lse_1t = queries.read_thin(lse_ref, masked)[None, :] * LOG2_E
         p_st = jnp.exp2(dots(k_sH, q_tH) * factor - lse_1t)
         if masked:
-            p_st = jnp.where(kernel.visible(queries, own, q_offset, (0, 1)), p_st, 0)
+            p_st = jnp.where(kernel.visible(tables, queries, own, q_offset, 0), p_st, 0)
         low_st = p_st.astype(v_ref.dtype)
         dv_sh = [dv + _gpu.dot(low_st, d) for dv, d in zip(dv_sh, dout_th, strict=True)]
         shift_1t = queries.read_thin(shift_ref, masked)[None, :]

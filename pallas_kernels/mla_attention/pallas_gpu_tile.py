@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import _gpu
-from pallas_kernels.mla_attention import spans
+from pallas_kernels.mla_attention import chosen, spans
 from pallas_kernels.mla_attention.tiles import Tile
 
 LOG2_E = math.log2(math.e)
@@ -31,11 +31,16 @@ class Sizes(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What hides keys from queries: segment ids [B, T], [B, S], position of the first query."""
+    """What hides keys from queries.
+
+    seg_q, seg_k: segment ids [B, T], [B, S]. q_offset: position of the first query. indices: the
+    chosen keys of each query [B, T, J], or None.
+    """
 
     seg_q: jax.Array
     seg_k: jax.Array
     q_offset: jax.Array
+    indices: jax.Array | None
 
 
 class Run(NamedTuple):
@@ -122,13 +127,16 @@ class Kernel:
             for seg, size in ((seen.seg_q, tile.queries), (seen.seg_k, tile.keys))
         )
         table = spans.spans(
-            seg_q, seg_k, seen.q_offset, tile[:2], self.sizes.causal, by_key=self.by_key
-        )
+            seg_q, seg_k, seen.q_offset, tile[:2], self.sizes.causal, by_key=self.by_key,
+            never_full=seen.indices is not None,
+        )  # fmt: skip
+        tables: tuple[jax.Array, ...] = (seg_q, seg_k, table)
+        if seen.indices is not None:
+            tables += (chosen.pack(seen.indices, seg_q.shape[1], seg_k.shape[1]),)
         row = lambda x: pl.BlockSpec((None, *x.shape[1:]), lambda i, n, b: _row(x, b))  # noqa: E731
         own = lambda x: pl.BlockSpec((None, None, x.shape[2]), lambda i, n, b: (b, n, 0))  # noqa: E731
-        tables = (seg_q, seg_k, table)
         return _gpu.call(
-            lambda *refs: body(self, refs[:3], *refs[3:]), name=name,
+            lambda *refs: body(self, refs[: len(tables)], *refs[len(tables) :]), name=name,
             grid=(self.num_tiles, self.sizes.N, self.sizes.B),
             in_specs=[*map(row, (*tables, *wide)), *map(own, thin)],
             out_specs=[*map(row, out_wide), *map(own, out_thin)],
@@ -140,13 +148,13 @@ class Kernel:
         i, head = pl.program_id(0), pl.program_id(1)
         if not self.by_key:
             i = self.num_tiles - 1 - i
-        run = Run.of(head, tables[int(self.by_key)], i, self.tile[int(self.by_key)])
+        run = Run.of(head, tables[int(self.by_key)], i, self.tile.size(self.by_key))
         return run, [tables[2][i, column] for column in range(spans.NUM)]
 
     def loop(self, tables, span, step: Callable, carry: Any) -> Any:
         """carry = step(run, carry, masked) over the tiles that this program's tile meets."""
         head = pl.program_id(1)
-        seg_ref, size = tables[int(not self.by_key)], self.tile[int(not self.by_key)]
+        seg_ref, size = tables[int(not self.by_key)], self.tile.size(not self.by_key)
         first, end, full_first, full_end = span[: spans.OFFSET]
         num_full = full_end - full_first
 
@@ -161,15 +169,28 @@ class Kernel:
         carry = lax.fori_loop(full_first, full_end, whole, carry)
         return lax.fori_loop(0, end - first - num_full, edge, carry)
 
-    def visible(self, queries: Run, keys: Run, q_offset, axes: tuple[int, int]) -> jax.Array:
-        """Which pairs count; `axes` are those along which to lengthen queries and keys."""
-        across = lambda x, axis: jnp.expand_dims(x, axis)  # noqa: E731
-        seg_q, seg_k = across(queries.seg_x, axes[0]), across(keys.seg_x, axes[1])
-        same = (seg_q == seg_k) & (seg_q > 0)
-        if not self.sizes.causal:
-            return same
-        positions_q = across(queries.positions_x + q_offset, axes[0])
-        return same & (across(keys.positions_x, axes[1]) <= positions_q)
+    def visible(self, tables, queries: Run, keys: Run, q_offset, key_axis: int) -> jax.Array:
+        """Which pairs count; keys lie along `key_axis`, queries along the other."""
+        of_q = lambda x: jnp.expand_dims(x, key_axis)  # noqa: E731
+        of_k = lambda x: jnp.expand_dims(x, 1 - key_axis)  # noqa: E731
+        seg_q = of_q(queries.seg_x)
+        seen = (seg_q == of_k(keys.seg_x)) & (seg_q > 0)
+        if self.sizes.causal:
+            seen &= of_k(keys.positions_x) <= of_q(queries.positions_x + q_offset)
+        if len(tables) > 3:
+            seen &= _chosen_bits(tables[3], queries, keys, of_q, of_k) != 0
+        return seen
+
+
+def _chosen_bits(bits_ref, queries: Run, keys: Run, of_q, of_k) -> jax.Array:
+    """1 where the key is chosen: each word of a query has 32 neighbours' bits."""
+    size = keys.seg_x.shape[0]
+    place = of_k(jnp.arange(size, dtype=jnp.int32))
+    words = jnp.zeros((), jnp.int32)
+    for i in range(size // chosen.BITS):
+        word = of_q(bits_ref[lax.div(keys.first, chosen.BITS) + i, queries.at])
+        words = jnp.where(place // chosen.BITS == i, word, words)
+    return lax.shift_right_logical(words, jnp.broadcast_to(place % chosen.BITS, words.shape)) & 1
 
 
 def _row(x, b):

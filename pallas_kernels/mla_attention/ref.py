@@ -6,18 +6,20 @@ from jax import lax
 from pallas_kernels.blocks import NO_KEY_LSE, accum_dtype, visible
 
 
-def _logits(q, k, segment_ids, kv_segment_ids, q_offset, scale, causal):
+def _logits(q, k, segment_ids, kv_segment_ids, q_offset, scale, causal, indices=None):
     """Scores [B, N, T, S] and which of them count [B, 1, T, S]."""
     dtype = accum_dtype(q)
     pos_q_T = q_offset + jnp.arange(q.shape[1])
     mask_BTS = visible(segment_ids, kv_segment_ids, pos_q_T, jnp.arange(k.shape[1]), causal)
+    if indices is not None:
+        mask_BTS &= (indices[..., None] == jnp.arange(k.shape[1])).any(2)
     s_BNTS = scale * jnp.einsum("BTNH,BSNH->BNTS", q.astype(dtype), k.astype(dtype))
     return s_BNTS, mask_BTS[:, None]
 
 
-def mla_attention(q, k, v, segment_ids, kv_segment_ids, q_offset, *, scale, causal):
+def mla_attention(q, k, v, segment_ids, kv_segment_ids, q_offset, indices, *, scale, causal):
     """Materialises every score; differentiable by autodiff, through the output and the lse."""
-    s_BNTS, mask = _logits(q, k, segment_ids, kv_segment_ids, q_offset, scale, causal)
+    s_BNTS, mask = _logits(q, k, segment_ids, kv_segment_ids, q_offset, scale, causal, indices)
     top = jnp.max(jnp.where(mask, s_BNTS, -jnp.inf), axis=-1, keepdims=True)
     top = lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, s_BNTS - top, 0)), 0)

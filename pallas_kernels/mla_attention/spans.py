@@ -10,7 +10,7 @@ NUM = 5
 
 def spans(
     seg_q_BT: jax.Array, seg_k_BS: jax.Array, q_offset: jax.Array, tiles: tuple[int, int],
-    causal: bool, by_key: bool = False,
+    causal: bool, by_key: bool = False, never_full: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Spans of tiles of keys for each tile of queries, or with `by_key` the other way round.
 
@@ -21,6 +21,7 @@ def spans(
       seg_q_BT, seg_k_BS: documents, 0 = padding, lengths that are multiples of the tiles.
       q_offset: position of the first query among the keys, int32.
       tiles: queries and keys of a tile.
+      never_full: pairs are hidden by more than documents and order.
     Returns:
       int32 [B, tiles, 5]. Tiles that meet lie in FIRST..END, those of FULL_FIRST..FULL_END are
       full; the rest of the span may hold some that do not meet. OFFSET repeats `q_offset`.
@@ -39,6 +40,7 @@ def spans(
         first_q, first_k = first_q[:, None] + q_offset, first_k[None, :]
         meets &= first_k < first_q + tiles[0]
         full &= first_k + tiles[1] <= first_q + 1
+    full &= not never_full
     if by_key:
         meets, full = jnp.swapaxes(meets, 1, 2), jnp.swapaxes(full, 1, 2)
     return _table(meets, full, q_offset)

@@ -16,7 +16,10 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Sizes, and where documents begin (0 always does); `padding` positions close each row."""
+    """Sizes, and where documents begin (0 always does); `padding` positions close each row.
+
+    With `J` each query chooses J keys, some of which it cannot see.
+    """
 
     B: int
     T: int
@@ -27,6 +30,7 @@ class Case:
     starts: tuple[int, ...] = ()
     padding: int = 0
     causal: bool = True
+    J: int = 0
 
     def inputs(self, dtype=jnp.float32, seed: int = 0) -> dict[str, jax.Array | None]:
         """Normal q, k, v; segment ids where the case has documents."""
@@ -43,6 +47,10 @@ class Case:
         arrays["segment_ids"] = None
         if self.starts or self.padding:
             arrays["segment_ids"] = segments(self.B, self.T, self.starts, self.padding)
+        if self.J:
+            draws = jax.random.uniform(jax.random.key(seed + 1), (self.B, self.T, self.S))
+            indices = jnp.argsort(draws, axis=2)[..., : self.J].astype(jnp.int32)
+            arrays["indices"] = indices.at[:, :, 1].set(-1)
         return arrays
 
     def options(self) -> dict:
@@ -68,6 +76,7 @@ CASES = {
     "odd65_packed": Case(2, 65, 65, 3, 6, 4, starts=(1, 33), padding=7),
     "two_blocks": Case(1, 300, 300, 2, 8, 8, starts=(150, 260), padding=3),
     "later_queries": Case(1, 33, 290, 2, 8, 4),
+    "chosen": Case(2, 300, 300, 2, 8, 4, starts=(150,), padding=3, J=40),
     "both_ways": Case(2, 65, 65, 2, 8, 4, starts=(20,), causal=False),
 }
 LARGE = Case(1, 1024, 1024, 4, 16, 16)
@@ -79,48 +88,59 @@ KERNEL_CASES = {
     "odd65_packed": Case(2, 65, 65, 2, 48, 32, starts=(1, 2, 33), padding=7),
     "three_tiles": Case(1, 257, 257, 1, 16, 16, starts=(150,), padding=3),
     "later_queries": Case(1, 33, 290, 1, 16, 16),
+    "chosen": Case(2, 70, 70, 1, 16, 16, starts=(33,), padding=2, J=9),
 }
 
 
 def gate_cases(platform: str) -> list[GateCase]:
-    """What must compile: K3's and DeepSeek-V3.2's heads, 8 K, 32 K and 128 K keys."""
+    """What must compile: K3's and DeepSeek-V3.2's heads, 8 K to 128 K keys, and a choice of them.
+
+    Half of 128 K positions are queries: those of one device of two along the sequence.
+    """
     kernels = ("mla_attention", "mla_attention_dq", "mla_attention_dkv")
     return [
         GateCase(
-            f"mla_attention {way} {model} {length // 1024} K", function(platform, backward),
-            shapes(length, heads, backward), kernels if backward else kernels[:1],
-            quick=length == 8192 and heads == 96,
+            f"mla_attention {way} {model} {keys // 1024} K", function(platform, backward),
+            shapes(min(keys, 65536), keys, heads, top_k, backward),
+            kernels if backward else kernels[:1], quick=keys == 8192 and heads == 96 and not top_k,
         )
-        for length, model, heads in (
-            (8192, "K3", 96), (32768, "K3", 96), (131072, "K3", 96),
-            (8192, "DeepSeek-V3.2", 128), (32768, "DeepSeek-V3.2", 128),
-            (131072, "DeepSeek-V3.2", 128),
+        for model, heads, keys, top_k in (
+            ("K3", 96, 8192, 0), ("K3", 96, 32768, 0), ("K3", 96, 131072, 0),
+            ("K3.1 chosen keys", 96, 8192, 2048), ("DeepSeek-V3.2", 128, 8192, 0),
+            ("DeepSeek-V3.2", 128, 32768, 0), ("DeepSeek-V3.2", 128, 131072, 0),
         )
         for way, backward in (("forward", False), ("backward", True))
     ]  # fmt: skip
 
 
-def shapes(length: int, heads: int, backward: bool = False) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """q, k, v, segment ids, and with `backward` cotangents, of as many queries as keys."""
-    tensor = lambda width: jax.ShapeDtypeStruct((1, length, heads, width), jnp.bfloat16)  # noqa: E731
-    inputs = (tensor(192), tensor(192), tensor(128), jax.ShapeDtypeStruct((1, length), jnp.int32))
+def shapes(
+    queries: int, keys: int, heads: int, top_k: int = 0, backward: bool = False
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """q, k, v, segment ids of both, with `top_k` indices, with `backward` cotangents."""
+    low = lambda *dims: jax.ShapeDtypeStruct((1, *dims), jnp.bfloat16)  # noqa: E731
+    whole = lambda *dims: jax.ShapeDtypeStruct((1, *dims), jnp.int32)  # noqa: E731
+    inputs = (
+        low(queries, heads, 192), low(keys, heads, 192), low(keys, heads, 128),
+        whole(queries), whole(keys), *([whole(queries, top_k)] if top_k else []),
+    )  # fmt: skip
     if not backward:
         return inputs
-    wide = jax.ShapeDtypeStruct((1, length, heads, 128), jnp.float32)
-    return *inputs, wide, jax.ShapeDtypeStruct((1, length, heads), jnp.float32)
+    wide = jax.ShapeDtypeStruct((1, queries, heads, 128), jnp.float32)
+    return *inputs, wide, jax.ShapeDtypeStruct((1, queries, heads), jnp.float32)
 
 
 def function(platform: str, backward: bool) -> Callable[..., Any]:
     """Output and lse, or the gradients, of what `shapes` lists."""
     from pallas_kernels.mla_attention import mla_attention  # which imports kernels
 
-    def forward(q, k, v, segment_ids):
+    def forward(q, k, v, seg_q, seg_k, indices=None):
         return mla_attention(
-            q, k, v, scale=192**-0.5, segment_ids=segment_ids, impl=f"pallas_{platform}"
-        )
+            q, k, v, scale=192**-0.5, segment_ids=seg_q, kv_segment_ids=seg_k, indices=indices,
+            q_offset=k.shape[1] - q.shape[1], impl=f"pallas_{platform}",
+        )  # fmt: skip
 
-    def gradients(q, k, v, segment_ids, *cotangents):
-        run = lambda q, k, v: forward(q, k, v, segment_ids)  # noqa: E731
-        return jax.vjp(run, q, k, v)[1](cotangents)
+    def gradients(q, k, v, *args):
+        run = lambda q, k, v: forward(q, k, v, *args[:-2])  # noqa: E731
+        return jax.vjp(run, q, k, v)[1](args[-2:])
 
     return gradients if backward else forward

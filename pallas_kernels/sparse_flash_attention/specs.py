@@ -75,7 +75,7 @@ LARGE = Case(1, 1024, 1024, 8, 64, 16, 128)
 KERNEL_CASES = {
     "one": Case(2, 1, 1, 1, 16, 16, 1),
     "more_than_all": Case(1, 6, 6, 3, 16, 16, 65, empty=1),
-    "heads": Case(1, 5, 70, 70, 16, 16, 40),
+    "heads": Case(1, 5, 70, 70, 16, 16, 40, empty=1),
     "later_queries": Case(2, 3, 300, 18, 32, 16, 129),
 }
 

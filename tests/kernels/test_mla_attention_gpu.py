@@ -7,39 +7,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mla_attention import mla_attention, spans, specs
-from pallas_kernels.testing import assert_close, output_and_vjp, relative_rms
+from pallas_kernels.mla_attention import chosen, mla_attention, spans, specs
+from pallas_kernels.testing import assert_close
+from tests.kernels.attention_errors import TOLERANCE, errors, poisoned_padding
 
-# the outputs' and the gradients'
-TOLERANCE = {"float32": 1e-5, "bfloat16": {"out": 5e-3, "lse": 5e-3, "*": 1e-2}}
-DEFAULT = [("odd65_packed", "float32"), ("odd65_packed", "bfloat16"), ("three_tiles", "float32")]
+DEFAULT = [("odd65_packed", "bfloat16"), ("three_tiles", "float32"), ("chosen", "float32")]
 RUNS = [(name, "float32") for name in specs.KERNEL_CASES] + [("later_queries", "bfloat16")]
 SLOW = [pytest.param(*run, marks=pytest.mark.slow) for run in RUNS if run not in DEFAULT]
 
 
-def errors_of(impl, case, dtype):
-    """Relative errors against the reference in float32; padding holds NaN for the kernel alone."""
-    inputs = {name: x for name, x in case.inputs(jnp.dtype(dtype)).items() if x is not None}
-    clean, poisoned = dict(inputs), dict(inputs)
-    for name in ("q", "k", "v"):
-        clean[name] = inputs[name].astype(jnp.float32)
-        if "segment_ids" in inputs:
-            padding = (inputs["segment_ids"] == 0)[..., None, None]
-            poisoned[name] = jnp.where(padding, jnp.nan, inputs[name])
-    run = functools.partial(mla_attention, **case.options())
-    actual, actual_grads = output_and_vjp(functools.partial(run, impl=impl), poisoned)
-    expected, expected_grads = output_and_vjp(functools.partial(run, impl="ref"), clean)
-    pairs = dict(zip(("out", "lse"), zip(actual, expected, strict=True), strict=True))
-    # the lse of a query that sees no key: 1e30, beside which no other is anything
-    pairs["lse"] = tuple(jnp.where(x > 1e29, -1, x) for x in pairs["lse"])
-    pairs |= {name: (x, expected_grads[name]) for name, x in actual_grads.items()}
-    return {name: relative_rms(*pair, floor=1e-3) for name, pair in pairs.items()}
-
-
 @pytest.mark.parametrize(("name", "dtype"), [*DEFAULT, *SLOW])
 def test_values_and_gradients_equal_reference(name, dtype):
-    errors = errors_of("pallas_gpu", specs.KERNEL_CASES[name], dtype)
-    assert_close(errors, TOLERANCE[dtype])
+    case = specs.KERNEL_CASES[name]
+    clean = {name: x for name, x in case.inputs(jnp.dtype(dtype)).items() if x is not None}
+    kernel, ref = (
+        functools.partial(mla_attention, impl=impl, **case.options())
+        for impl in ("pallas_gpu", "ref")
+    )
+    assert_close(errors(kernel, ref, poisoned_padding(clean), clean), TOLERANCE[dtype])
 
 
 def _hidden(seg_q, seg_k, offset, causal):
@@ -74,6 +59,14 @@ def test_spans_have_every_visible_pair_and_full_ones_hide_none(causal, by_key):
         assert not every.any() or full.any()
 
 
+def test_one_bit_a_pair():
+    """Empty slots set no bit, the last bit of a word is its sign."""
+    indices = jnp.array([[[31, -1, 40], [-1, -1, -1], [0, 63, 32]]])
+    words = np.asarray(chosen.pack(indices, 4, 64)).view(np.uint32)
+    assert words.tolist() == [[[1 << 31, 0, 1, 0], [1 << 8, 0, 1 << 31 | 1, 0]]]
+
+
+@pytest.mark.slow
 def test_shard_map_and_vmap():
     """Over the batch, with a document border inside; two rows on each of two devices."""
     case = specs.Case(4, 20, 20, 1, 16, 16, starts=(7,))

@@ -56,8 +56,9 @@ def without_indexer(layer: Dsa) -> Mla:
 
 @pytest.mark.parametrize("stage", ["sparse", "frozen", "warmup"])
 @pytest.mark.parametrize("rope", ["none", "interleaved"])
-def test_enough_keys_make_dsa_dense_and_absorbed_equal_to_expanded(stage, rope):
+def test_enough_keys_make_dsa_dense_and_absorbed_equal_to_expanded(stage, rope, monkeypatch):
     """D1, D2: values and gradients of the main path, float64."""
+    monkeypatch.setattr(Dsa, "masked_up_to", lambda layer: 0)
     with jax.enable_x64(True):
         layer = make(Dsa, replace(MLA, rope=rope), replace(DSA, top_k=T, stage=stage))
         dense, x = without_indexer(layer), jnp.asarray(inputs())
@@ -80,6 +81,29 @@ def test_enough_keys_make_dsa_dense_and_absorbed_equal_to_expanded(stage, rope):
     grads.pop("indexer")
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)  # float32 leaves
     jax.tree.map(close, grads, want_grads)
+
+
+def test_masked_and_gathered_keys_give_the_same_numbers(monkeypatch):
+    """Output, the indexer's loss, largest logits and every gradient, in float64."""
+    with jax.enable_x64(True):
+        layer = make(Dsa, MLA, replace(DSA, stage="sparse"), track_max_logit=True)
+        x, weight = jnp.asarray(inputs()), jnp.asarray(inputs(seed=1))
+        graph, state = nnx.split(layer)
+
+        def results(limit):
+            monkeypatch.setattr(Dsa, "masked_up_to", lambda layer: limit)
+
+            def loss(state, x):
+                out, aux = nnx.merge(graph, state)(x, jnp.asarray(SEGMENTS))
+                return jnp.sum(weight * out) + aux["indexer_kl"], (out, aux)
+
+            fn = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+            return jax.tree.leaves(fn(state, x))
+
+        assert DSA.top_k < T <= layer.masked_up_to()
+        masked, gathered = results(T), results(0)
+    for a, b in zip(masked, gathered, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # the leaves are float32
 
 
 @pytest.mark.parametrize("make_layer", [lambda: make(Mla, MLA), lambda: make(Dsa, MLA, DSA)])
