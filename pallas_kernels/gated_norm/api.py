@@ -34,7 +34,7 @@ def gated_norm(
       x, gate: bfloat16 or float32; gate before its sigmoid.
       weight: one for all heads.
       eps: inside the root, at least 0.
-      impl: "chunked", "ref", "pallas"; None chooses by platform.
+      impl: "pallas_gpu", "pallas_tpu", "chunked", "ref", "pallas"; None chooses by platform.
     Returns:
       y in x's dtype, rounded once.
     Raises:
