@@ -56,7 +56,6 @@ class Bench(NamedTuple):
       ours: name of our kernels.
       sets: of arguments that take turns.
       programs: compiled so far, by case, implementation and direction.
-      quickly: compile fast rather than well, as a dry run does.
     """
 
     budget: Budget
@@ -66,7 +65,6 @@ class Bench(NamedTuple):
     ours: str
     sets: int
     programs: dict[tuple[str, ...], Any]
-    quickly: bool
 
     def compiled(self, case: DeviceCase, name: str, what: str, args: Any, cotangents: Any) -> Any:
         """A program of arguments and cotangents; the same one at the next call."""
@@ -74,9 +72,8 @@ class Bench(NamedTuple):
         if key not in self.programs:
             fn = case.function(name)
             run = forward(fn) if what == "forward" else both_directions(fn, case.argnums)
-            options: Any = {"xla_backend_optimization_level": 0} if self.quickly else None
             lowered = jax.jit(run).lower(args, cotangents)
-            self.programs[key] = lowered.compile(compiler_options=options)
+            self.programs[key] = lowered.compile(compiler_options=compiler_options())
         return self.programs[key]
 
     def tell(self, **facts: Any) -> dict[str, Any]:
@@ -171,6 +168,11 @@ def _torch(bench: Bench, case: DeviceCase) -> Iterator[dict[str, Any]]:
         yield bench.tell(**(facts | {"what": ""} | one))
 
 
+def compiler_options() -> Any:
+    """On a CPU, where no time counts, programs are compiled fast rather than well."""
+    return {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+
+
 def draw(case: DeviceCase, seed: int) -> tuple[Any, Any]:
     """Arguments and cotangents of a case."""
     key, other = jax.random.split(jax.random.key(seed))
@@ -210,7 +212,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         ours = "pallas_gpu" if target_platform() == "cpu" else f"pallas_{target_platform()}"
         bench = Bench(
             budget, seconds, found, streams, ours, sets=1 if toy else _SETS, programs={},
-            quickly=jax.default_backend() == "cpu",
         )  # fmt: skip
         bench.tell(**facts, **found._asdict(), libraries=foreign.installed())
         rows = cases(ops, toy)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels import tuning
-from pallas_kernels.bench import OPS, draw
+from pallas_kernels.bench import OPS, compiler_options, draw
 from pallas_kernels.benching.device_case import DeviceCase, both_directions, relative_errors
 from pallas_kernels.benching.timing import Budget, device_seconds, once
 from pallas_kernels.choose import target_platform
@@ -112,7 +112,7 @@ def neighbours(tiles: Any, reasoned: Any) -> Iterator[Any]:
 def compiled(case: DeviceCase, impl: str, inputs: Any) -> Any:
     """Outputs and gradients of a case as one program."""
     run = both_directions(case.implementation(impl), case.argnums)
-    return jax.jit(run).lower(*inputs).compile()
+    return jax.jit(run).lower(*inputs).compile(compiler_options=compiler_options())
 
 
 def _shown(tiles: Any) -> str:

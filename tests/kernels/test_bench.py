@@ -79,9 +79,7 @@ SUMS = DeviceCase(
 
 def a_bench(ours="chunked", seconds=60.0):
     lines = io.StringIO()
-    made = bench.Bench(
-        Budget(seconds), once, Ceilings(1e12, 1e12), [lines], ours, 1, programs={}, quickly=True
-    )
+    made = bench.Bench(Budget(seconds), once, Ceilings(1e12, 1e12), [lines], ours, 1, programs={})
     return made, lines
 
 
