@@ -3,12 +3,15 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import blocks, choose
-from pallas_kernels.indexer_kl import chunked, pallas_gpu, ref
+from pallas_kernels.indexer_kl import chunked, pallas_gpu, pallas_tpu, ref
 
 _IMPLS = {
-    "pallas_gpu": pallas_gpu.indexer_kl, "chunked": chunked.indexer_kl, "ref": ref.indexer_kl,
+    "pallas_gpu": pallas_gpu.indexer_kl, "pallas_tpu": pallas_tpu.indexer_kl,
+    "chunked": chunked.indexer_kl, "ref": ref.indexer_kl,
 }  # fmt: skip
-_ORDER = {"gpu": ("pallas_gpu", "chunked"), "cpu": ("chunked",)}
+_ORDER = {
+    "gpu": ("pallas_gpu", "chunked"), "tpu": ("pallas_tpu", "chunked"), "cpu": ("chunked",),
+}  # fmt: skip
 
 
 def indexer_kl(
@@ -42,7 +45,7 @@ def indexer_kl(
       indices: the chosen keys, distinct for a query, -1 for an empty slot; None = all visible keys.
       segment_ids: document of each position, 0 = padding; all 1 if None. With `indices`, which
         respect documents already, only padding queries are taken from it.
-      impl: "pallas_gpu", "chunked", "ref", "pallas", or None to choose.
+      impl: "pallas_gpu", "pallas_tpu", "chunked", "ref", "pallas", or None to choose.
     Returns:
       float32 [B, T], at least 0 up to rounding. Differentiable once.
     Raises:

@@ -64,7 +64,8 @@ def gradients(
     seen_Bt, seen_BS = keys.seg_Bt > 0, keys.seg_BS > 0
     q = jnp.where(seen_Bt[..., None, None], q_BtUu, 0)
     k = jnp.where(seen_BS[..., None], k_BSu, 0)
-    w = pad_dim1(w_BtU.astype(jnp.float32) * factor, sizes.queries).swapaxes(1, 2)
+    w = jnp.where(seen_Bt[..., None], w_BtU.astype(jnp.float32) * factor, 0)
+    w = pad_dim1(w, sizes.queries).swapaxes(1, 2)
     dscores = jnp.pad(dscores_BtS, ((0, 0), (0, sizes.queries - t), (0, sizes.keys - S)))
     given = [
         keys.start.reshape(1), pad_dim1(padded_heads(q), sizes.queries),

@@ -37,14 +37,14 @@ def tiles_for(itemsize: int, chip: str = "h200") -> Tiles:
     Rows are 64 where large matrix instructions should take them. Target: 64 heads of 576 and 64
     rows of 576 are 147 KB of shared memory in 16 bits; so 96 heads are two programs that fetch the
     same rows, the second from the cache. In float32 a quarter of the keys fit. Chosen: all heads of
-    a query, for a row is fetched once for all of them.
+    a query, for a row is fetched once for all of them; with 64 keys their gradient spills.
     """
     del chip
     low = itemsize == 2
     return Tiles(
         target=Tile(64, 64 if low else 16, 4, 2 if low else 1),
         chosen=Tile(64, 64 if low else 32, 4, 3 if low else 2),
-        chosen_grad=Tile(64, 64 if low else 32, 4 if low else 8, 2),
+        chosen_grad=Tile(64, 32, 4 if low else 8, 2),
         dense_target=Tile(64, 64 if low else 16, 4, 2 if low else 1),
         dq=Tile(64, 64, 4, 2),
         dk=Tile(64, 64, 4, 2),

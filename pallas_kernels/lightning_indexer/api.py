@@ -6,13 +6,15 @@ from typing import Literal, overload
 from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels import blocks, choose
-from pallas_kernels.lightning_indexer import chunked, pallas_gpu, ref
+from pallas_kernels.lightning_indexer import chunked, pallas_gpu, pallas_tpu, ref
 
 _IMPLS = {
-    "pallas_gpu": pallas_gpu.lightning_indexer, "chunked": chunked.lightning_indexer,
-    "ref": ref.lightning_indexer,
+    "pallas_gpu": pallas_gpu.lightning_indexer, "pallas_tpu": pallas_tpu.lightning_indexer,
+    "chunked": chunked.lightning_indexer, "ref": ref.lightning_indexer,
 }  # fmt: skip
-_ORDER = {"gpu": ("pallas_gpu", "chunked"), "cpu": ("chunked",)}
+_ORDER = {
+    "gpu": ("pallas_gpu", "chunked"), "tpu": ("pallas_tpu", "chunked"), "cpu": ("chunked",),
+}  # fmt: skip
 
 
 @overload
@@ -82,7 +84,7 @@ def lightning_indexer(
       approx_recall: None is exact. Otherwise `lax.approx_max_k` may miss some, up to 1 minus this
         share of them on average; it does so on TPUs alone. `recall` tells what was missed.
       return_scores: also return the scores of the chosen keys.
-      impl: "pallas_gpu", "chunked", "ref", "pallas", or None to choose.
+      impl: "pallas_gpu", "pallas_tpu", "chunked", "ref", "pallas", or None to choose.
     Returns:
       int32 [B, T, J] in `order`, -1 behind them where fewer keys are visible; with
       `return_scores` also float32 [B, T, J], -inf where -1.

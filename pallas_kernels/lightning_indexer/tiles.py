@@ -39,3 +39,19 @@ def tiles_for(head_dim: int, itemsize: int, chip: str = "h200") -> Tiles:
         query=64, key=128, warps=8, stages=2 if wide else 3, few=8, select=16384, select_warps=8,
         block_bytes=40 << 20, block_queries=(128, 1024),
     )  # fmt: skip
+
+
+class TpuTile(NamedTuple):
+    """queries, keys: of a tile of scores."""
+
+    queries: int
+    keys: int
+
+
+def tpu_tile_for(num_keys: int) -> TpuTile:
+    """Whole lanes both ways, so that a tile can be turned; shorter arrays take fewer keys.
+
+    128 queries of 64 heads of 128 are 2 MB, twice that with the next ones on their way; 512 keys do
+    as many products with each of their bytes, more than any TPU needs to be busy.
+    """
+    return TpuTile(128, min(512, -(-num_keys // 128) * 128))
