@@ -15,8 +15,8 @@ from jax.experimental import pallas as pl
 from pallas_kernels import _gpu
 from pallas_kernels.attn_res.tiles import Tiles, tiles_for
 
-# Values of a vector that the threads of a program can hold, several vectors at a time.
-_MAX_WIDTH = 16384
+# Values of a vector that 512 threads can hold, several vectors at a time; 16,384 spill 2.5 KB.
+_MAX_WIDTH = 8192
 _MAX_SOURCES = 64
 # Rows on their way to a program while it works on one: of 14 KB, three on each of 132
 # multiprocessors are what 4.3 TB/s at a microsecond of latency ask for. The gradient reads its rows

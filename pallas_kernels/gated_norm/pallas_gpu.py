@@ -11,7 +11,8 @@ from pallas_kernels import _gpu
 from pallas_kernels.gated_norm.rows import as_rows, backward, forward
 from pallas_kernels.gated_norm.tiles import Tiles, tiles_for
 
-_MAX_WIDTH = 16384
+# A row is one program's: 32 values a thread, of five tensors, are what its registers hold.
+_MAX_WIDTH = 4096
 
 
 def gated_norm(x, gate, weight, *, eps):
