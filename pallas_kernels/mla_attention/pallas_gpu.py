@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _gpu
 from pallas_kernels.blocks import NO_KEY_LSE
+from pallas_kernels.choose import target_chip
 from pallas_kernels.mla_attention import spans
 from pallas_kernels.mla_attention.pallas_gpu_grads import gradients
 from pallas_kernels.mla_attention.pallas_gpu_tile import LOG2_E, Kernel, Seen, Sizes, dots, parts
@@ -46,7 +47,7 @@ def _refuse(q, k, v, scale):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(sizes: Sizes, q, k, v, seen: Seen):
     """Of heads side by side, [B, X, N H]; lse is [B, N, T]."""
-    kernel = Kernel(sizes, tiles_for(sizes.H, sizes.h, q.dtype.itemsize).forward)
+    kernel = Kernel(sizes, tiles_for(sizes.H, sizes.h, q.dtype.itemsize, target_chip()).forward)
     return kernel.call(
         _body, "mla_attention", seen, (q, k, v), (),
         [jax.ShapeDtypeStruct((sizes.B, sizes.T, sizes.N * sizes.h), jnp.float32)],

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _gpu
+from pallas_kernels.choose import target_chip
 from pallas_kernels.mla_attention import spans
 from pallas_kernels.mla_attention.pallas_gpu_tile import LOG2_E, Kernel, Seen, Sizes, dots, parts
 from pallas_kernels.mla_attention.tiles import tiles_for
@@ -15,7 +16,7 @@ from pallas_kernels.mla_attention.tiles import tiles_for
 
 def gradients(sizes: Sizes, q, k, v, seen: Seen, lse_BNT, dout, shift_BNT):
     """Of q, k and v, where ds = p (dout v' + shift); arrays as in `pallas_gpu._attend`."""
-    tiles = tiles_for(sizes.H, sizes.h, q.dtype.itemsize)
+    tiles = tiles_for(sizes.H, sizes.h, q.dtype.itemsize, target_chip())
     dout = dout.astype(v.dtype)
     wide, thin = (q, k, v, dout), (lse_BNT, shift_BNT)
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731

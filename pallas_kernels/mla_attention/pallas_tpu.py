@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import _tpu
 from pallas_kernels.blocks import NO_KEY_LSE
+from pallas_kernels.choose import target_chip
 from pallas_kernels.mla_attention import chosen
 from pallas_kernels.mla_attention.pallas_tpu_tile import Kernel, Seen, Sizes, vmem
 from pallas_kernels.mla_attention.tiles import tpu_tile_for
@@ -28,7 +29,7 @@ def mla_attention(q, k, v, segment_ids, kv_segment_ids, q_offset, indices, *, sc
         raise NotImplementedError("an empty array needs no kernel")
     B, T, N, H = q.shape
     S, h = k.shape[1], v.shape[-1]
-    tile = tpu_tile_for(T, S)
+    tile = tpu_tile_for(T, S, target_chip())
     num_q, num_k = pl.cdiv(T, tile.queries), pl.cdiv(S, tile.keys)
     sizes = Sizes(B, N, H, h, num_q, num_k, tile, float(scale), bool(causal))
     seg_q, seg_k = (

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import _tpu
 from pallas_kernels.mla_attention import chosen, spans
-from pallas_kernels.mla_attention.tiles import Tile
+from pallas_kernels.mla_attention.tiles import TPU_BYTES, Tile
 
 
 class Sizes(NamedTuple):
@@ -66,9 +66,13 @@ class Kernel:
         self, body: Callable, name: str, seen: Seen, given, in_specs, out_shape, out_specs, scratch
     ) -> list[jax.Array]:
         """Runs `body(kernel, tables, *refs)`, tables being spans and documents."""
-        sizes, tile = self.sizes, self.sizes.tile
+        sizes = self.sizes
         table = spans.spans(
-            *seen[:3], tile[:2], sizes.causal, by_key=self.by_key, never_full=seen.bits is not None
+            *seen[:3],
+            sizes.tile[:2],
+            sizes.causal,
+            by_key=self.by_key,
+            never_full=seen.bits is not None,
         )
         rows = [x[:, None] for x in (seen.seg_q, seen.seg_k)]
         row_specs = [self._documents(False), self._documents(True)]
@@ -80,7 +84,7 @@ class Kernel:
             grid=(sizes.B, sizes.N, self.num_own, self.num_other),
             in_specs=[*row_specs, *in_specs],
             out_specs=list(out_specs), out_shape=out_shape, parallel=3, num_prefetch=1,
-            scratch=scratch, vmem_bytes=tile.bytes,
+            scratch=scratch, vmem_bytes=TPU_BYTES,
         )(table.reshape(-1), *rows, *given)  # fmt: skip
 
     def _span(self, table_ref, b, i):

@@ -1,16 +1,23 @@
 """Public functions: checks, defaults, choice of implementation."""
 
+from collections.abc import Callable
+from typing import Any
+
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import blocks, choose
-from pallas_kernels.sparse_flash_attention import chunked, pallas_gpu, ref
+from pallas_kernels.sparse_flash_attention import chunked, pallas_gpu, pallas_tpu, ref
 
-_IMPLS = {
-    "pallas_gpu": pallas_gpu.sparse_flash_attention, "chunked": chunked.sparse_flash_attention,
+_IMPLS: dict[str, Callable[..., Any]] = {
+    "pallas_gpu": pallas_gpu.sparse_flash_attention,
+    "pallas_tpu": pallas_tpu.sparse_flash_attention,
+    "chunked": chunked.sparse_flash_attention,
     "ref": ref.sparse_flash_attention,
-}  # fmt: skip
+}
 _MAX_IMPLS = {"chunked": chunked.sparse_max_logit, "ref": ref.sparse_max_logit}
-_ORDER = {"gpu": ("pallas_gpu", "chunked"), "cpu": ("chunked",)}
+_ORDER = {
+    "gpu": ("pallas_gpu", "chunked"), "tpu": ("pallas_tpu", "chunked"), "cpu": ("chunked",),
+}  # fmt: skip
 _MAX_ORDER = {"cpu": ("chunked",)}
 
 

@@ -10,16 +10,14 @@ at J = 2048 that is 13.9 K positions. What an operation of the gather costs besi
 form is the table below.
 """
 
-from pallas_kernels.choose import target_platform
+from pallas_kernels.choose import target_chip, target_platform
 
-# Cost of an operation of the gathering kernel beside one of the dense kernel, by chip.
+# Cost of an operation of the gathering kernel beside one of the dense kernel: of a platform, and of
+# its chips that differ.
 # NVIDIA: 64 of 96 heads make a tile, so that the second half is empty in a third of the work (4/3).
 # TPUs have no kernel that gathers rows, and XLA's own fetches one row at a time: counted as 8.
 # CPU: measured on two cores, with gradients, as README.md says.
-SLOWDOWN = {
-    "h100": 4 / 3, "h200": 4 / 3, "b200": 4 / 3, "v5p": 8.0, "v6e": 8.0, "tpu7x": 8.0, "cpu": 2.0,
-}  # fmt: skip
-_CHIP_OF_PLATFORM = {"gpu": "h200", "tpu": "v5p", "cpu": "cpu"}
+SLOWDOWN = {"gpu": 4 / 3, "tpu": 8.0, "cpu": 2.0}
 
 
 def crossover(top_k: int, *, H: int, h: int, C: int, R: int, chip: str | None = None) -> int:
@@ -31,9 +29,9 @@ def crossover(top_k: int, *, H: int, h: int, C: int, R: int, chip: str | None = 
       top_k: keys that a query chooses.
       H, h: channels of an expanded head's key and value.
       C, R: channels of the latent and of the rotated part.
-      chip: one of `SLOWDOWN`; that of the platform for which operators are lowered if None.
-    Raises:
-      KeyError: the chip is not in the table.
+      chip: what it runs on, as `choose.target_chip` names it; that one if None.
     """
-    slowdown = SLOWDOWN[chip or _CHIP_OF_PLATFORM[target_platform()]]
+    chip = target_chip() if chip is None else chip
+    slowdown = next((cost for name, cost in SLOWDOWN.items() if name in chip), None)
+    slowdown = SLOWDOWN[target_platform()] if slowdown is None else slowdown
     return max(top_k, int(slowdown * 2 * top_k * (2 * C + R) / (H + h)))

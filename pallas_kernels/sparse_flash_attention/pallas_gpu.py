@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import _gpu
 from pallas_kernels.blocks import NO_KEY_LSE
+from pallas_kernels.choose import target_chip
 from pallas_kernels.sparse_flash_attention import chunked
 from pallas_kernels.sparse_flash_attention.pallas_gpu_grads import gradients
 from pallas_kernels.sparse_flash_attention.pallas_gpu_tile import (
@@ -59,7 +60,7 @@ def _refuse(q_latent, q_rope, latent, indices, scale):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(sizes: Sizes, deterministic, queries, rows, indices):
-    tile = tiles_for(sizes.C, queries[0].dtype.itemsize).forward
+    tile = tiles_for(sizes.C, queries[0].dtype.itemsize, target_chip()).forward
     heads = head_tile(sizes.N, tile.heads)
     B, T, _ = indices.shape
     used = used_slots(indices)

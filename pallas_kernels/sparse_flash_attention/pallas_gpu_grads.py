@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import _gpu
 from pallas_kernels.blocks import limit_by_bytes, scan_queries
+from pallas_kernels.choose import target_chip
 from pallas_kernels.sparse_flash_attention.pallas_gpu_tile import (
     LOG2_E,
     Heads,
@@ -27,12 +28,12 @@ from pallas_kernels.sparse_flash_attention.pallas_gpu_tile import (
     of_row,
     used_slots,
 )
-from pallas_kernels.sparse_flash_attention.tiles import Tile, Tiles, tiles_for
+from pallas_kernels.sparse_flash_attention.tiles import SCORES_BYTES, Tile, Tiles, tiles_for
 
 
 def gradients(sizes: Sizes, queries, rows, indices, lse, dout, shift):
     """Of the queries' and the rows' parts, where ds = p (dout latent' + shift)."""
-    tiles = tiles_for(sizes.C, dout.dtype.itemsize)
+    tiles = tiles_for(sizes.C, dout.dtype.itemsize, target_chip())
 
     def query_block(sums, start, blocks):
         indices, lse, dout, shift, *queries = blocks
@@ -47,7 +48,7 @@ def gradients(sizes: Sizes, queries, rows, indices, lse, dout, shift):
         return (sum_latent, *(x[0] for x in rest)), (dq_latent, *(x[1] for x in rest))
 
     per_query = 2 * sizes.B * sizes.N * _padded_slots(sizes, tiles) * dout.dtype.itemsize
-    limit = limit_by_bytes(per_query, tiles.bytes, indices.shape[1])
+    limit = limit_by_bytes(per_query, SCORES_BYTES, indices.shape[1])
     limit = 1 << limit.bit_length() - 1  # which divides most lengths, so that nothing is padded
     sums = tuple(jnp.zeros(x.shape, jnp.float32) for x in rows)
     sums, d_queries = scan_queries(query_block, sums, (indices, lse, dout, shift, *queries), limit)
