@@ -1,12 +1,13 @@
 """Kimi Delta Attention on TPUs: one kernel forwards, one backwards, from what a layer has.
 
-The grid is (row, value head, chunk); chunks run in order, the state stays in on-chip memory.
+The grid is (row, value head, chunks); chunks run in order, the state stays in on-chip memory.
 Kept for the gradient: the inputs, and of each chunk the state at its start and its two triangles;
 the rest is computed again. README.md has the maths. Checked in the interpreter and compiled for
 absent chips; not measured on a TPU.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,8 @@ from pallas_kernels import _tpu
 from pallas_kernels.kda import composed
 from pallas_kernels.kda.pallas_tpu_body import Grads, Inputs, Kept, Sizes, backward, forward
 
-_ROWS = 8  # of a tile: chunks whose write strengths and codes are fetched together
+# Chunks a step at most: a step costs some 250 cycles beside them, and a chunk VMEM.
+_ROWS = 8
 
 
 def kda(q, k, v, log_decay, beta, *, segment_ids, initial_state, scale, chunk):
@@ -52,16 +54,18 @@ def _run(q, k, v, gate, beta, head_N2H, segment_ids, initial_state, out_dtype, o
     N, H = q.shape[2:]
     chunk = max(16, min(options["chunk"], 1 << (T - 1).bit_length()))  # a short row has no long one
     chunks = -(-T // chunk)
+    steps = -(-chunks // _ROWS)
+    rows = -(-chunks // steps)
     sizes = Sizes(
-        chunk, min(_ROWS, chunks), chunks, Nv // N, options["scale"], options["raw"],
+        chunk, rows, steps, Nv // N, options["scale"], options["raw"],
         options["lower_bound"], v.dtype, out_dtype,
     )  # fmt: skip
     if initial_state is None:
         initial_state = jnp.zeros((B, Nv, H, h), jnp.float32)
-    q, k, flat_v, gate = (_flat(x, chunks * chunk) for x in (q, k, v, gate))
+    q, k, flat_v, gate = (_flat(x, steps * rows * chunk) for x in (q, k, v, gate))
     inputs = Inputs(
-        q, k, flat_v, gate, _by_chunk(jnp.swapaxes(beta.astype(jnp.float32), 1, 2), chunk),
-        head_N2H, document_codes(segment_ids, B, T, chunk),
+        q, k, flat_v, gate, _by_step(jnp.swapaxes(beta.astype(jnp.float32), 1, 2), sizes),
+        head_N2H, document_codes(segment_ids, B, T, sizes),
     )  # fmt: skip
     out, final = _kda(sizes, inputs, jnp.swapaxes(initial_state.astype(jnp.float32), 2, 3))
     return out[:, :T].reshape(v.shape), jnp.swapaxes(final, 2, 3)
@@ -88,55 +92,53 @@ def _flat(x_BTNH, length):
     return jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0)))
 
 
-def _by_chunk(x_T, chunk):
-    """[..., T] -> [..., chunks, c], zeros behind the end."""
-    x = jnp.pad(x_T, ((0, 0),) * (x_T.ndim - 1) + ((0, -x_T.shape[-1] % chunk),))
-    return x.reshape(*x.shape[:-1], -1, chunk)
+def _by_step(x_T, sizes: Sizes):
+    """[..., T] -> [..., steps, rows, c], zeros behind the end."""
+    shape = (sizes.steps, sizes.rows, sizes.chunk)
+    behind = math.prod(shape) - x_T.shape[-1]
+    x = jnp.pad(x_T, ((0, 0),) * (x_T.ndim - 1) + ((0, behind),))
+    return x.reshape(*x.shape[:-1], *shape)
 
 
-def document_codes(segment_ids, B, T, chunk):
-    """How positions belong to documents, [B, chunks, c] float32; None if all belong to one.
+def document_codes(segment_ids, B, T, sizes: Sizes):
+    """How positions belong to documents, [B, steps, rows, c] float32; None if all are of one.
 
     The size of a code tells documents of a chunk apart and is 1 for the one that began before the
     chunk; a code below 0 is padding. Positions after the end of the row are padding of its last
     document, so that the state at the end is that of the last position.
     """
     if segment_ids is None:
-        if T % chunk == 0:
+        if T == sizes.steps * sizes.rows * sizes.chunk:
             return None
         segment_ids = jnp.ones((B, T), jnp.int32)
     real = segment_ids != 0
     starts = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-    starts, real = _by_chunk(starts, chunk), _by_chunk(real, chunk)
-    size = 1 + lax.cumsum(starts.astype(jnp.float32), axis=2)
+    starts, real = _by_step(starts, sizes), _by_step(real, sizes)
+    size = 1 + lax.cumsum(starts.astype(jnp.float32), axis=3)
     return jnp.where(real, size, -size)
 
 
-def _specs(inputs: Inputs, sizes: Sizes, H: int, h: int, chunk_at):
+def _specs(inputs: Inputs, sizes: Sizes, H: int, h: int, at):
     """Blocks of `inputs`, of one state a head, and of what is kept of each chunk.
 
-    `chunk_at` tells a step's chunk.
+    `at` tells which part of a row a step has.
     """
     c, rows, group = sizes.chunk, sizes.rows, sizes.group
-
-    def few(i):  # chunks that are fetched together
-        return lax.div(chunk_at(i), rows)
-
-    key = pl.BlockSpec((1, c, H), lambda b, n, i: (b, chunk_at(i), lax.div(n, group)))
+    key = pl.BlockSpec((1, rows * c, H), lambda b, n, i: (b, at(i), lax.div(n, group)))
     specs = Inputs(
         key, key,
-        pl.BlockSpec((1, c, h), lambda b, n, i: (b, chunk_at(i), n)),
-        pl.BlockSpec((1, c, H), lambda b, n, i: (b, chunk_at(i), n)),
-        pl.BlockSpec((1, 1, rows, c), lambda b, n, i: (b, n, few(i), 0)),
+        pl.BlockSpec((1, rows * c, h), lambda b, n, i: (b, at(i), n)),
+        pl.BlockSpec((1, rows * c, H), lambda b, n, i: (b, at(i), n)),
+        pl.BlockSpec((1, 1, 1, rows, c), lambda b, n, i: (b, n, at(i), 0, 0)),
         pl.BlockSpec((1, 2, H), lambda b, n, i: (n, 0, 0)),
-        pl.BlockSpec((1, rows, c), lambda b, n, i: (b, few(i), 0)),
+        pl.BlockSpec((1, 1, rows, c), lambda b, n, i: (b, at(i), 0, 0)),
     )  # fmt: skip
     pairs = zip(specs, inputs, strict=True)
     specs = Inputs(*(None if x is None else spec for spec, x in pairs))
     state = pl.BlockSpec((1, 1, h, H), lambda b, n, i: (b, n, 0, 0))
 
     def of_chunk(*shape):
-        return pl.BlockSpec((1, 1, 1, *shape), lambda b, n, i: (b, n, chunk_at(i), 0, 0))
+        return pl.BlockSpec((1, 1, rows, *shape), lambda b, n, i: (b, n, at(i), 0, 0))
 
     return specs, state, Kept(of_chunk(h, H), of_chunk(c, 2 * c))
 
@@ -152,7 +154,7 @@ def _named(like, refs):
 
 def _forward(sizes: Sizes, keep: bool, inputs: Inputs, initial_BNhH):
     B, Nv, h, H = initial_BNhH.shape
-    c, chunks = sizes.chunk, sizes.chunks
+    c, chunks = sizes.chunk, sizes.steps * sizes.rows
     specs, state, kept = _specs(inputs, sizes, H, h, lambda i: i)
 
     def body(*refs):
@@ -171,7 +173,7 @@ def _forward(sizes: Sizes, keep: bool, inputs: Inputs, initial_BNhH):
             shapes.append(jax.ShapeDtypeStruct((B, Nv, chunks, *size), sizes.dtype))
         out_specs += kept
     return _tpu.call(
-        body, name="kda_forward", grid=(B, Nv, chunks), parallel=2,
+        body, name="kda_forward", grid=(B, Nv, sizes.steps), parallel=2,
         in_specs=[*_present(specs), state], out_specs=out_specs, out_shape=shapes,
     )(*_present(inputs), initial_BNhH)  # fmt: skip
 
@@ -188,8 +190,8 @@ def _kda_fwd(sizes, inputs, initial_BNhH):
 
 def _kda_bwd(sizes: Sizes, residuals, cotangents):
     inputs, kept = residuals
-    B, Nv, chunks, h, H = kept.entry.shape
-    specs, state, kept_specs = _specs(inputs, sizes, H, h, lambda i: chunks - 1 - i)
+    B, Nv, _, h, H = kept.entry.shape
+    specs, state, kept_specs = _specs(inputs, sizes, H, h, lambda i: sizes.steps - 1 - i)
     # of keys one a value head, in float32 where they are yet to be summed
     d_key = specs.q if sizes.group == 1 else specs.gate
     key_dtype = inputs.q.dtype if sizes.group == 1 else jnp.float32
@@ -211,7 +213,7 @@ def _kda_bwd(sizes: Sizes, residuals, cotangents):
 
     out_specs = [d_key, d_key, specs.v, specs.gate, specs.beta, d_head, state]
     grads = _tpu.call(
-        body, name="kda_backward", grid=(B, Nv, chunks), parallel=2,
+        body, name="kda_backward", grid=(B, Nv, sizes.steps), parallel=2,
         in_specs=[*_present(specs), *kept_specs, specs.v, state],
         out_specs=_present(out_specs), out_shape=_present(shapes),
     )(*_present(inputs), *kept, *cotangents)  # fmt: skip

@@ -1,4 +1,4 @@
-"""KDA's kernels on a TPU: one chunk of one head a step, the state in on-chip memory.
+"""KDA's kernels on a TPU: a few chunks of one head a step, the state in on-chip memory.
 
 States are held as S' [h, H], so that a channel's decay scales a lane.
 """
@@ -20,8 +20,8 @@ class Sizes(NamedTuple):
 
     Attributes:
       chunk: positions in a chunk.
-      rows: chunks whose write strengths and codes are fetched together.
-      chunks: of a row.
+      rows: chunks a step.
+      steps: along a row.
       group: value heads that share a key head.
       scale: of the queries.
       raw: whether inputs are those of `kda_fused`, else those of `kda`.
@@ -32,7 +32,7 @@ class Sizes(NamedTuple):
 
     chunk: int
     rows: int
-    chunks: int
+    steps: int
     group: int
     scale: float
     raw: bool
@@ -42,15 +42,54 @@ class Sizes(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """References to what both directions read; blocks of one chunk."""
+    """References to what both directions read; P = rows c positions of a step."""
 
-    q: Any  # [1, c, H]
+    q: Any  # [1, P, H]
     k: Any
-    v: Any  # [1, c, h]
-    gate: Any  # [1, c, H], or log decay
-    beta: Any  # [1, 1, rows, c], or its logits
+    v: Any  # [1, P, h]
+    gate: Any  # [1, P, H], or log decay
+    beta: Any  # [1, 1, 1, rows, c], or its logits
     head: Any  # [1, 2, H]: dt_bias, exp(a_log); None where inputs are not raw
-    code: Any  # [1, rows, c] of `pallas_tpu.document_codes`, or None
+    code: Any  # [1, 1, rows, c] of `pallas_tpu.document_codes`, or None
+
+    def chunk(self, j, sizes: "Sizes") -> "Inputs":
+        """Those of chunk `j` of the step: [c, H], [c, h], [1, c]."""
+        q, k, v, gate = (_positions(x, j, sizes) for x in self[:4])
+        code = None if self.code is None else self.code.at[0, 0, pl.ds(j, 1)]
+        return Inputs(q, k, v, gate, self.beta.at[0, 0, 0, pl.ds(j, 1)], self.head, code)
+
+
+class Kept(NamedTuple):
+    """References to what the forward pass leaves to the backward pass."""
+
+    entry: Any  # [1, 1, rows, h, H], the state at the start of each chunk
+    triangles: Any  # [1, 1, rows, c, 2 c]: scores, inverse
+
+    def chunk(self, j) -> "Kept":
+        """That of chunk `j` of the step: [h, H], [c, 2 c]."""
+        return Kept(self.entry.at[0, 0, j], self.triangles.at[0, 0, j])
+
+
+class Grads(NamedTuple):
+    """References to gradients; blocks as those of `Inputs`."""
+
+    q: Any
+    k: Any
+    v: Any
+    gate: Any
+    beta: Any
+    head: Any  # [1, 1, 2, H]: of dt_bias, of exp(a_log) by channel; summed over chunks
+    initial: Any  # [1, 1, h, H], the gradient that goes from chunk to chunk
+
+    def chunk(self, j, sizes: "Sizes") -> "Grads":
+        """Those of chunk `j` of the step."""
+        q, k, v, gate = (_positions(x, j, sizes) for x in self[:4])
+        beta = self.beta.at[0, 0, 0, pl.ds(j, 1)]
+        return Grads(q, k, v, gate, beta, self.head, self.initial)
+
+
+def _positions(ref, j, sizes):
+    return ref.at[0, pl.ds(pl.multiple_of(j * sizes.chunk, sizes.chunk), sizes.chunk)]
 
 
 class Gate(NamedTuple):
@@ -96,25 +135,17 @@ def _log_decay(gate_cH, head_2H, lower_bound):
     return lower_bound * sigmoid, Gate(shifted, sigmoid, None)
 
 
-class Kept(NamedTuple):
-    """References to what the forward pass leaves to the backward pass, a chunk each."""
-
-    entry: Any  # [1, 1, 1, h, H], the state at the chunk's start
-    triangles: Any  # [1, 1, 1, c, 2 c]: scores, inverse
-
-
-def load(inputs: Inputs, i, sizes: Sizes, kept: Kept | None = None) -> Chunk:
-    """Reads chunk `i` and computes what needs no state and has not been kept."""
-    here = pl.ds(lax.rem(i, sizes.rows), 1)
-    where = None if inputs.code is None else tile.document(inputs.code[0, here])
+def load(inputs: Inputs, sizes: Sizes, kept: Kept | None = None) -> Chunk:
+    """Reads a chunk and computes what needs no state and has not been kept."""
+    where = None if inputs.code is None else tile.document(inputs.code[...])
     real_c1 = None if where is None else where.real_c1
 
     def read(ref):
-        x = ref[0].astype(jnp.float32)
+        x = ref[...].astype(jnp.float32)
         return x if real_c1 is None else jnp.where(real_c1, x, 0)
 
     (q, q_norm), (k, k_norm) = (_unit(read(ref), sizes.raw) for ref in (inputs.q, inputs.k))
-    q, g, beta, gate = q * sizes.scale, read(inputs.gate), inputs.beta[0, 0, here], None
+    q, g, beta, gate = q * sizes.scale, read(inputs.gate), inputs.beta[...], None
     if sizes.raw:
         g, gate = _log_decay(g, inputs.head[0], sizes.lower_bound)
         g = g if real_c1 is None else jnp.where(real_c1, g, 0)
@@ -132,7 +163,7 @@ def load(inputs: Inputs, i, sizes: Sizes, kept: Kept | None = None) -> Chunk:
         scores, strict = tile.products(q, beta * k, k, factors, same, sizes.dtype)
         scores, inverse = (x.astype(sizes.dtype) for x in (scores, tile.inverse(strict)))
     else:
-        triangles = kept.triangles[0, 0, 0]
+        triangles = kept.triangles[...]
         scores, inverse = triangles[:, : sizes.chunk], triangles[:, sizes.chunk :]
     return Chunk(
         where, q, k, read(inputs.v), q_norm, k_norm, gate, beta, factors, from_start, to_end,
@@ -149,40 +180,35 @@ def _error_and_written(x: Chunk, state_hH, dtype):
 
 def forward(inputs: Inputs, initial, out, final, keep: Kept | None, sizes: Sizes) -> None:
     """A step forwards: `final` is the state that goes from chunk to chunk."""
-    i, dtype = pl.program_id(2), sizes.dtype
 
-    @pl.when(i == 0)
+    @pl.when(pl.program_id(2) == 0)
     def _():
         final[...] = initial[...]
 
-    x, state_hH = load(inputs, i, sizes), final[0, 0]
+    def chunk(j, _):
+        kept = None if keep is None else keep.chunk(j)
+        _forward_chunk(inputs.chunk(j, sizes), _positions(out, j, sizes), final, kept, sizes)
+
+    lax.fori_loop(0, sizes.rows, chunk, None)
+
+
+def _forward_chunk(inputs: Inputs, out, final, keep: Kept | None, sizes: Sizes) -> None:
+    dtype = sizes.dtype
+    x, state_hH = load(inputs, sizes), final[0, 0]
     entry_hH = state_hH.astype(dtype)
     if keep is not None:
-        keep.entry[0, 0, 0] = entry_hH
-        keep.triangles[0, 0, 0] = jnp.concatenate([x.scores_cc, x.inverse_cc], axis=1)
+        keep.entry[...] = entry_hH
+        keep.triangles[...] = jnp.concatenate([x.scores_cc, x.inverse_cc], axis=1)
     _, written = _error_and_written(x, entry_hH, dtype)
     written = written.astype(dtype)
     q_in, k_out = (x.q_cH * x.from_start_cH).astype(dtype), (x.k_cH * x.to_end_cH).astype(dtype)
     read = _tpu.dot(q_in, entry_hH, trans_b=True, exact=True)
-    out[0] = (read + _tpu.dot(x.scores_cc, written, exact=True)).astype(out.dtype)
+    out[...] = (read + _tpu.dot(x.scores_cc, written, exact=True)).astype(out.dtype)
     final[0, 0] = x.carry_1H * state_hH + _tpu.dot(written, k_out, trans_a=True, exact=True)
-
-
-class Grads(NamedTuple):
-    """References to gradients; blocks as those of `Inputs`."""
-
-    q: Any
-    k: Any
-    v: Any
-    gate: Any
-    beta: Any
-    head: Any  # [1, 1, 2, H]: of dt_bias, of exp(a_log) by channel; summed over chunks
-    initial: Any  # [1, 1, h, H], the gradient that goes from chunk to chunk
 
 
 def backward(inputs: Inputs, kept: Kept, d_out, d_final, d: Grads, sizes: Sizes) -> None:
     """A step backwards: `d.initial` goes from chunk to chunk."""
-    i, dtype = sizes.chunks - 1 - pl.program_id(2), sizes.dtype
 
     @pl.when(pl.program_id(2) == 0)
     def _():
@@ -190,8 +216,17 @@ def backward(inputs: Inputs, kept: Kept, d_out, d_final, d: Grads, sizes: Sizes)
         if sizes.raw:
             d.head[...] = jnp.zeros(d.head.shape, jnp.float32)
 
-    x, entry_hH, d_out_ch = load(inputs, i, sizes, kept), kept.entry[0, 0, 0], d_out[0]
-    d_out_ch = d_out_ch.astype(dtype)
+    def chunk(t, _):
+        j = sizes.rows - 1 - t
+        d_out_of = _positions(d_out, j, sizes)
+        _backward_chunk(inputs.chunk(j, sizes), kept.chunk(j), d_out_of, d.chunk(j, sizes), sizes)
+
+    lax.fori_loop(0, sizes.rows, chunk, None)
+
+
+def _backward_chunk(inputs: Inputs, kept: Kept, d_out, d: Grads, sizes: Sizes) -> None:
+    dtype = sizes.dtype
+    x, entry_hH, d_out_ch = load(inputs, sizes, kept), kept.entry[...], d_out[...].astype(dtype)
     if x.where is not None:
         d_out_ch = jnp.where(x.where.real_c1, d_out_ch, jnp.zeros_like(d_out_ch))
     d_exit_hH = d.initial[0, 0]
@@ -204,7 +239,7 @@ def backward(inputs: Inputs, kept: Kept, d_out, d_final, d: Grads, sizes: Sizes)
     d_written += _tpu.dot(k_out.astype(dtype), d_exit_low, trans_b=True, exact=True)
     d_solved = _tpu.dot(x.inverse_cc, d_written.astype(dtype), trans_a=True, exact=True)
     dv = x.beta_c1 * d_solved
-    d.v[0] = dv.astype(d.v.dtype)
+    d.v[...] = dv.astype(d.v.dtype)
 
     c = sizes.chunk
     d_both = tile.stack(d_out_ch, -dv.astype(dtype))  # of what q_in and k_in read
@@ -243,8 +278,8 @@ def backward(inputs: Inputs, kept: Kept, d_out, d_final, d: Grads, sizes: Sizes)
         d.head[0, 0] += tile.stack(*(jnp.sum(y, axis=0, keepdims=True) for y in (dg, d_rate)))
         d_beta *= x.beta_c1 * (1 - x.beta_c1)
     for ref, grad in ((d.q, dq), (d.k, dk), (d.gate, dg)):
-        ref[0] = grad.astype(ref.dtype)
-    d.beta[0, 0, pl.ds(lax.rem(i, sizes.rows), 1)] = tile.row(d_beta)
+        ref[...] = grad.astype(ref.dtype)
+    d.beta[...] = tile.row(d_beta)
 
 
 def _unit_vjp(unit_cH, norm_c1, d_unit_cH):

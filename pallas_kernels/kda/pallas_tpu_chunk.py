@@ -177,7 +177,8 @@ def inverse(strict_cc: jax.Array) -> jax.Array:
     """
     blocks = _block_inverses(strict_cc)
     while len(blocks) > 1:
-        s, merged = len(blocks[0]), []
+        s = len(blocks[0])
+        merged: list[jax.Array] = []
         for first, second in zip(blocks[::2], blocks[1::2], strict=True):
             start = 2 * s * len(merged)
             between = strict_cc[start + s : start + 2 * s, start : start + s]
