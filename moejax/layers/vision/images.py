@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,8 @@ class Patches(NamedTuple):
     """Buffers of Z patches each, every one with whole images one behind the other.
 
     The patches of an image come in groups of 2 x 2 that become one token, groups by rows, and row
-    by row inside a group; those of a clip frame by frame.
+    by row inside a group; those of a clip frame by frame. NumPy arrays where they are filled, jax's
+    in a step.
 
     Attributes:
       pixels: [B, Z, 3, p, p]; uint8, or floats that are normalised already.
@@ -25,11 +26,11 @@ class Patches(NamedTuple):
         all frames of a clip; -1 = padding. None where no buffer has a clip: group i is feature i.
     """
 
-    pixels: jax.Array
-    image_ids: jax.Array
-    places: jax.Array
-    frames: jax.Array | None = None
-    tokens: jax.Array | None = None
+    pixels: Any
+    image_ids: Any
+    places: Any
+    frames: Any = None
+    tokens: Any = None
 
 
 class Images(NamedTuple):
@@ -42,7 +43,7 @@ class Images(NamedTuple):
     """
 
     patches: Patches
-    feature_at: jax.Array
+    feature_at: Any
 
 
 def place_features(
