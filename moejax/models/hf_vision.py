@@ -45,6 +45,11 @@ _READ = (
 _SILENT = "model_type dtype torch_dtype transformers_version _attn_implementation".split()
 _KNOWN = {name for names in _NUMBERS.values() for name in names} | {*_MUST_BE, *_READ, *_SILENT}
 _PROJECTORS = {"patchmerger": "before", "patchmergerv2": "after"}
+_CHOICES = {
+    "mm_projector_type": tuple(_PROJECTORS),
+    "norm_type": ("rmsnorm", "layernorm"),
+    "pos_emb_interpolation_mode": ("bilinear", "bicubic"),
+}
 
 
 def read_vision(raw: Mapping[str, Any], text_dim: int) -> dict[str, Any]:
@@ -67,6 +72,8 @@ def read_vision(raw: Mapping[str, Any], text_dim: int) -> dict[str, Any]:
     _check_widths(section, found, text_dim)
     width = section.get("qkv_hidden_size") or found["dim"]
     eps = section.get("projector_ln_eps", raw.get("projection_layer_norm_eps", 1e-5))
+    if not isinstance(eps, float) or not 0 < eps < 1:
+        raise _refused("projector_ln_eps", eps, "it must be a number between 0 and 1")
     layer_norm = section.get("norm_type", "rmsnorm" if is_k3 else "layernorm") == "layernorm"
     return found | {
         "head_dim": width // found["num_heads"],
@@ -77,8 +84,8 @@ def read_vision(raw: Mapping[str, Any], text_dim: int) -> dict[str, Any]:
         "norm_eps": 1e-5 if layer_norm else 2.0**-23,
         "biases": _one_bias(section, not is_k3),
         "projector_norm": "after" if is_k3 else "before",
-        "projector_eps": float(eps),
-        "pad_token": raw.get("media_placeholder_token_id", raw.get("image_token_id", 0)),
+        "projector_eps": eps,
+        "pad_token": raw.get("media_placeholder_token_id") or raw.get("image_token_id") or 0,
     }
 
 
@@ -93,7 +100,7 @@ def write_vision(cfg: ModelConfig) -> dict[str, Any]:
         "patch_embed_proj_bias": v.biases, "init_pos_emb_width": v.grid,
         "merge_kernel_size": [MERGE, MERGE], "merge_type": "sd2_tpool", "mlp_type": "mlp2",
         "mm_hidden_size": v.dim, "norm_type": "rmsnorm" if v.norm == "rms" else "layernorm",
-        "mm_projector_type": {v: k for k, v in _PROJECTORS.items()}[v.projector_norm],
+        "mm_projector_type": {at: name for name, at in _PROJECTORS.items()}[v.projector_norm],
         "pos_emb_interpolation_mode": v.grid_resize, "pos_emb_type": "divided_fixed",
         "projector_hidden_act": "gelu", "projector_ln_eps": v.projector_eps,
         "qkv_hidden_size": v.num_heads * v.head_dim, "text_hidden_size": cfg.dim,
@@ -102,18 +109,19 @@ def write_vision(cfg: ModelConfig) -> dict[str, Any]:
 
 
 def _check_known(section: Mapping[str, Any]) -> None:
-    flat = dict(section) | dict(section.get("rope_parameters") or {})
+    rope = section.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        raise _refused("rope_parameters", rope, "it must be an object")
+    flat = {**section, **rope}
     for key, value in flat.items():
         if key not in _KNOWN and value is not None:
             raise _refused(key, value, "no part of the tower answers to it")
         allowed = _MUST_BE.get(key)
         if allowed and value is not None and value not in allowed:
             raise _refused(key, value, f"only {allowed[0]!r} is there")
-    kind = section.get("mm_projector_type")
-    if kind is not None and kind not in _PROJECTORS:
-        raise _refused("mm_projector_type", kind, f"only {', '.join(_PROJECTORS)} are there")
-    if section.get("norm_type") not in (None, "rmsnorm", "layernorm"):
-        raise _refused("norm_type", section["norm_type"], "only rmsnorm and layernorm are there")
+    for key, known in _CHOICES.items():
+        if section.get(key) not in (None, *known):
+            raise _refused(key, section[key], f"only {', '.join(known)} are there")
 
 
 def _number(section: Mapping[str, Any], names: tuple[str, ...]) -> int:

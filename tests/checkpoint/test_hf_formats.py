@@ -29,7 +29,7 @@ FOLDERS = (
     "k3_text", "k3_multimodal", "k3_mxfp4", "kimi_linear", "deepseek_v3", "deepseek_v32",
     "deepseek_v32_fp8", "bailing_hybrid", "kimi_k25",
 )  # fmt: skip
-SHIPPED = ("tiny", "small", "kimi_k31", "kimi_linear_48b", "deepseek_v32")
+SHIPPED = ("tiny", "small", "kimi_k31", "kimi_k31_vision", "kimi_linear_48b", "deepseek_v32")
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -52,6 +52,30 @@ def test_a_vision_tower_can_be_carried_along(tmp_path):
     before, after = HfFolder(folder), HfFolder(tmp_path / "out")
     assert after.keys() == before.keys() and after.config == before.config
     assert all(bytes(after.raw(key)) == bytes(before.raw(key)) for key in before.keys())
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("mm_projector_type", "resampler"),
+        ("merge_kernel_size", [1, 1]),
+        ("pos_emb_interpolation_mode", "nearest"),
+        ("norm_type", "batchnorm"),
+        ("qkv_hidden_size", 30),
+        ("text_hidden_size", 64),
+        ("attn_bias", True),
+        ("vt_num_hidden_layers", None),
+        ("window_size", 8),
+        ("rope_parameters", [1]),
+        ("projector_ln_eps", "small"),
+    ],
+)
+def test_a_tower_that_is_not_ours_is_refused_by_its_key(key, value):
+    raw = json.loads((FOLDER / "k3_multimodal" / "config.json").read_text())
+    raw["vision_config"][key] = value
+    with pytest.raises(ConfigError, match=key):
+        read_hf_config(raw)
+    assert not read_hf_config(raw, vision=False)[1].vision.num_layers
 
 
 def test_parts_that_are_not_computed_are_carried(tmp_path):
