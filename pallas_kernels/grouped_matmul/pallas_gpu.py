@@ -16,6 +16,7 @@ from pallas_kernels.grouped_matmul import (
 )
 from pallas_kernels.grouped_matmul.tiles import (
     Sizes,
+    power_of_two_from,
     tiles_for,
     tiles_for_gradient,
 )
@@ -40,7 +41,19 @@ def grouped_matmul(rows_RK, weights, group_sizes_E, *, activation, situ_betas, l
         width = weights["base"].shape[2] // (1 if activation is None else 2)
         return jnp.zeros((0, width), rows_RK.dtype)
     mode = differentiated.Mode(_ENGINE, activation, situ_betas, lora_scale)
-    return differentiated.grouped_matmul(mode, rows_RK, weights, group_sizes_E)
+    return differentiated.grouped_matmul(mode, rows_RK, _with_rank(weights), group_sizes_E)
+
+
+def _with_rank(weights):
+    """Adapters with zeros up to a rank that a product takes, a power of two from 16 on."""
+    if "a" not in weights:
+        return weights
+    a, b = weights["a"], weights["b"]
+    more = power_of_two_from(a.shape[-1]) - a.shape[-1]
+    if not more:
+        return weights
+    a = jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, more)])
+    return weights | {"a": a, "b": jnp.pad(b, [(0, 0), (0, more), (0, 0)])}
 
 
 class Plan(NamedTuple):

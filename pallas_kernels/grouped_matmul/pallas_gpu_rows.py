@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import _gpu
 from pallas_kernels.grouped_matmul import mxfp4
 from pallas_kernels.grouped_matmul.activation import gated_pair, pair_gradients
-from pallas_kernels.grouped_matmul.tiles import Tiles, power_of_two_from
+from pallas_kernels.grouped_matmul.tiles import Tiles
 
 # Programs that run side by side take this many tiles of rows under one tile of columns, then the
 # next columns: 16 x 128 rows of 3584 are 15 MB, which stay in the second-level cache meanwhile.
@@ -30,7 +30,7 @@ class Product(NamedTuple):
       pieces: first columns of the parts of the weight that an activation joins: (0,) or (0, F/2).
       activation, betas: of the parts; None for none.
       backward: the result is the gradient of what the activation reads.
-      rank: of the second pair of factors, 0 for none.
+      rank: of the second pair of factors, a power of two from 16 on, or 0 for none.
       scale: of the result.
       shared_weight, shared_low: all groups have the same weight, the same second factor.
       tiles: sizes.
@@ -177,16 +177,16 @@ def _start(
         return (jnp.zeros((tiles.rows, tiles.cols), jnp.float32),) * len(call.pieces)
     low_ref, other_ref = refs
     group = 0 if call.shared_low else group
-    rank = power_of_two_from(call.rank)
-    low = _gpu.load(low_ref.at[rows, pl.ds(0, rank)], mine_r1 & _below(call.rank, 0, rank)[None, :])
-    cols, ranks = _below(limit, col, tiles.cols), _below(call.rank, 0, rank)
+    ranks = jnp.ones((call.rank,), jnp.bool_)
+    low = _gpu.load(low_ref.at[rows, pl.ds(0, call.rank)], mine_r1 & ranks[None, :])
+    cols = _below(limit, col, tiles.cols)
     sums = []
     for piece in call.pieces:
         if call.across:
-            at = pl.ds(group * call.width + col, tiles.cols), pl.ds(0, rank)
+            at = pl.ds(group * call.width + col, tiles.cols), pl.ds(0, call.rank)
             other = _gpu.load(other_ref.at[at], cols[:, None] & ranks[None, :])
         else:
-            at = pl.ds(group * call.rank, rank), pl.ds(piece + col, tiles.cols)
+            at = pl.ds(group * call.rank, call.rank), pl.ds(piece + col, tiles.cols)
             other = _gpu.load(other_ref.at[at], ranks[:, None] & cols[None, :])
         sums.append(_gpu.dot(low, other, trans_b=call.across))
     return tuple(sums)

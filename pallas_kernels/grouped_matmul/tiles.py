@@ -73,14 +73,17 @@ def tiles_for(sizes: Sizes, chip: str = "h200") -> Tiles:
     # 128 x 256 sums in float32 over 256 threads are 128 registers each, the most that leaves room;
     # unpacking needs as many again for its bits, so half of that, and so do the backward's adapters
     # and float32; on Blackwell all of the backward, as its large instructions take 8 warps at most.
-    half = sizes.packed or (sizes.backward and (sizes.adapted or wide or blackwell))
+    crowded = sizes.backward and (sizes.adapted or wide or blackwell) and rows >= 64
+    half = sizes.packed or crowded
     cols = 128 if half else 256
     cols = min(cols // (2 if sizes.gated else 1), power_of_two_from(sizes.cols))
     # 48 KB a step in bfloat16: 4 steps are 192 of 227 KB of shared memory.
     depth = min(32 if wide else 64, power_of_two_from(sizes.depth, 32 if sizes.packed else 16))
     # The cotangent's tile comes to the sums: with 256 threads they spill, with 512 they do not.
     area = rows * cols * (2 if sizes.gated else 1)
-    warps = 4 if area < 128 * 64 else 16 if sizes.backward and area == 128 * 256 else 8
+    warps = 4 if area < 128 * 64 and not sizes.packed else 8
+    if sizes.backward and area == 128 * 256:
+        warps = 16
     return Tiles(rows, cols, depth, warps, 4)
 
 
