@@ -47,7 +47,12 @@ def base_leaves(cfg: RunConfig, parts: ModelParts, wanted: Leaves) -> dict[str, 
     if not cfg.init_from:
         return _drawn(cfg.seed, parts, wanted)
     check_base_is_there(cfg.init_from)
-    weights = open_weights(cfg.init_from, packed=cfg.model.moe.expert_format == "mxfp4")
+    model = cfg.model
+    weights = open_weights(
+        cfg.init_from,
+        packed=model.moe.expert_format == "mxfp4",
+        vision=model.vision.num_layers > 0,
+    )
     weights = quantising(weights, wanted)
     for name, leaf in wanted.items():
         if weights.shapes.get(name) != leaf.shape:

@@ -35,10 +35,11 @@ class Weights(Protocol):
         ...
 
 
-def open_weights(path: str | pathlib.Path, *, packed: bool = False) -> Weights:
+def open_weights(path: str | pathlib.Path, *, packed: bool = False, vision: bool = True) -> Weights:
     """A workdir, a step, an import, or a Hugging Face folder.
 
     Args:
+      vision: take the vision tower of a Hugging Face folder that has one; else it is carried.
       packed: routed experts of a Hugging Face folder stay in MXFP4; a checkpoint has to hold them
         so already.
     Raises:
@@ -46,7 +47,7 @@ def open_weights(path: str | pathlib.Path, *, packed: bool = False) -> Weights:
     """
     path = pathlib.Path(path).expanduser()
     if is_hf_folder(path):
-        return HfWeights(path, packed=packed)
+        return HfWeights(path, packed=packed, vision=vision)
     weights = CheckpointWeights(path)
     if packed and not any(name.endswith("/experts/gate_up_scales") for name in weights.shapes):
         raise CheckpointError(
@@ -124,8 +125,9 @@ class CheckpointWeights:
 class HfWeights:
     """Weights of a Hugging Face folder, read straight into each device's share."""
 
-    def __init__(self, path: pathlib.Path, *, packed: bool = False):
-        self._source = HfSource(path, packed=packed)
+    def __init__(self, path: pathlib.Path, *, packed: bool = False, vision: bool = True):
+        carried = () if vision else ("vision_tower.",)
+        self._source = HfSource(path, allow_unexpected=carried, packed=packed)
         self.model = self._source.cfg
         self._inner: dict[str, str] = {}
         for top, tree in (

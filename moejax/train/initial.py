@@ -43,7 +43,12 @@ def start_from_weights(program: Program, say: Say) -> tuple[TrainState, Weights]
     """
     cfg = program.cfg
     wanted = _wanted(program)
-    weights = open_weights(cfg.init_from, packed=cfg.model.moe.expert_format == "mxfp4")
+    model = cfg.model
+    weights = open_weights(
+        cfg.init_from,
+        packed=model.moe.expert_format == "mxfp4",
+        vision=model.vision.num_layers > 0,
+    )
     weights = quantising(weights, wanted)
     taken = {n: x for n, x in wanted.items() if weights.shapes.get(n) == x.shape}
     fresh = [name for name in wanted if name not in taken]

@@ -18,6 +18,7 @@ from moejax.checkpoint.hf_import import import_hf
 from moejax.checkpoint.hf_source import HfSource
 from moejax.checkpoint.key_map import KeyMap
 from moejax.checkpoint.layout import named_leaves
+from moejax.checkpoint.weights import open_weights
 from moejax.config import ConfigError
 from moejax.config.load import load_config
 from moejax.models.hf_config import FAMILIES, read_hf_config
@@ -76,6 +77,16 @@ def test_a_tower_that_is_not_ours_is_refused_by_its_key(key, value):
     with pytest.raises(ConfigError, match=key):
         read_hf_config(raw)
     assert not read_hf_config(raw, vision=False)[1].vision.num_layers
+
+
+def test_a_text_model_starts_from_a_folder_with_a_tower(tmp_path):
+    folder = FOLDER / "k3_multimodal"
+    weights = open_weights(folder, vision=False)
+    assert not any(name.startswith("params/vision/") for name in weights.shapes)
+    weights.keep_for_export(tmp_path)
+    kept = load_file(tmp_path / "hf" / "carried.safetensors")
+    assert len([name for name in kept if name.startswith(("vision_", "mm_"))]) == 24
+    assert "params/vision/grid" in open_weights(folder).shapes
 
 
 def test_parts_that_are_not_computed_are_carried(tmp_path):
