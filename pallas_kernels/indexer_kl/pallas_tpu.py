@@ -34,8 +34,9 @@ def indexer_kl(
             raise NotImplementedError(f"{x.dtype} has no kernel")
     if 0 in (*q_idx.shape, *q_latent.shape):
         raise NotImplementedError("an empty array needs no kernel")
-    main = ((jnp.concatenate((q_latent, q_rope), -1),), (jnp.concatenate((latent, k_rope), -1),))
-    main, lse = lax.stop_gradient((main, lse.astype(jnp.float32)))
+    # parts of width 0 take no product
+    parts = [(q, rows) for q, rows in ((q_latent, latent), (q_rope, k_rope)) if rows.shape[-1]]
+    main, lse = lax.stop_gradient((tuple(zip(*parts, strict=True)), lse.astype(jnp.float32)))
     return blockwise.kl(_kernels(float(scale)), (q_idx, k_idx, w_idx), main, lse, None, segment_ids)
 
 
@@ -70,21 +71,22 @@ class _Tiles:
 
 def _target(keys, queries, rows, lse_BtN, *, scale):
     """sum_n exp(z - lse) [B, t, S]; 0 in tiles above the diagonal."""
-    (q_BtNK,), (rows_BSK,) = queries, rows
-    (B, t, N, K), S = q_BtNK.shape, rows_BSK.shape[1]
+    (B, t, N), S = lse_BtN.shape, rows[0].shape[1]
     tiles = _Tiles(t, S)
     tq, tk = tiles.tile
     given = (
-        keys.start.reshape(1), pad_dim1(q_BtNK, tiles.queries).swapaxes(1, 2),
-        pad_dim1(rows_BSK, tiles.keys), pad_dim1(lse_BtN, tiles.queries).swapaxes(1, 2)[:, :, None],
+        keys.start.reshape(1), pad_dim1(lse_BtN, tiles.queries).swapaxes(1, 2)[:, :, None],
+        *(pad_dim1(x, tiles.queries).swapaxes(1, 2) for x in queries),
+        *(pad_dim1(x, tiles.keys) for x in rows),
     )  # fmt: skip
+    of_q = lambda K: pl.BlockSpec((None, None, tq, K), lambda b, i, j, n, _: (b, n, i, 0))  # noqa: E731
+    of_rows = lambda K: pl.BlockSpec((None, tk, K), lambda b, i, j, n, _: (b, j, 0))  # noqa: E731
     summed_BtS = _tpu.call(
         functools.partial(_target_body, tiles, scale, N), name="indexer_kl_dense_target",
         grid=(B, tiles.query_tiles, tiles.key_tiles, N),
         in_specs=[
-            pl.BlockSpec((None, None, tq, K), lambda b, i, j, n, _: (b, n, i, 0)),
-            pl.BlockSpec((None, tk, K), lambda b, i, j, n, _: (b, j, 0)),
             pl.BlockSpec((None, None, 1, tq), lambda b, i, j, n, _: (b, n, 0, i)),
+            *(of_q(x.shape[-1]) for x in queries), *(of_rows(x.shape[-1]) for x in rows),
         ],
         out_specs=pl.BlockSpec((None, tq, tk), lambda b, i, j, n, _: (b, i, j)),
         out_shape=jax.ShapeDtypeStruct((B, tiles.queries, tiles.keys), jnp.float32),
@@ -94,7 +96,9 @@ def _target(keys, queries, rows, lse_BtN, *, scale):
     return summed_BtS[:, :t, :S]
 
 
-def _target_body(tiles, scale, num_heads, first_ref, q_ref, rows_ref, lse_ref, out_ref, summed_ref):
+def _target_body(tiles, scale, num_heads, first_ref, lse_ref, *refs):
+    *refs, out_ref, summed_ref = refs
+    q_refs, rows_refs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
     i, j, n = (pl.program_id(axis) for axis in (1, 2, 3))
 
     @pl.when(n == 0)
@@ -103,7 +107,10 @@ def _target_body(tiles, scale, num_heads, first_ref, q_ref, rows_ref, lse_ref, o
 
     @pl.when(tiles.sees(first_ref, i, j))
     def _():
-        z_st = _tpu.dot(rows_ref[...], q_ref[...], trans_b=True, exact=True)
+        z_st = sum(
+            _tpu.dot(rows_ref[...], q_ref[...], trans_b=True, exact=True)
+            for q_ref, rows_ref in zip(q_refs, rows_refs, strict=True)
+        )
         summed_ref[...] += jnp.exp(scale * z_st - lse_ref[...])
 
     @pl.when(n == num_heads - 1)

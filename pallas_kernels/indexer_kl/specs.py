@@ -4,7 +4,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from pallas_kernels.blocks import NO_KEY_LSE
 from pallas_kernels.gate_case import GateCase
 from pallas_kernels.indexer_kl.api import indexer_kl
 from pallas_kernels.mla_attention.specs import segments
@@ -30,7 +32,7 @@ class Case:
 
     def inputs(self, dtype=jnp.float32, seed: int = 0) -> dict[str, jax.Array]:
         """Normal inputs of both attentions and segment ids; lse and indices are the caller's."""
-        keys = jax.random.split(jax.random.key(seed), 7)
+        rng = np.random.default_rng(seed)
         shapes = {
             "q_idx": (self.B, self.T, self.U, self.u),
             "k_idx": (self.B, self.T, self.u),
@@ -41,8 +43,8 @@ class Case:
             "k_rope": (self.B, self.T, self.R),
         }
         arrays = {
-            name: jax.random.normal(key, shape).astype(dtype)
-            for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+            name: jnp.asarray(rng.standard_normal(shape).astype(dtype))
+            for name, shape in shapes.items()
         }
         return arrays | {"segment_ids": segments(self.B, self.T, self.starts, self.padding)}
 
@@ -54,6 +56,30 @@ class Case:
         """Forward multiply-adds times two: main scores and index dot products."""
         keys = self.J if self.J is not None else (self.T + 1) // 2
         return 2 * self.B * self.T * keys * (self.N * (self.C + self.R) + self.U * self.u)
+
+
+def with_sets(case: Case, x: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Adds random indices of each query's document if there is a J, and the lse over the set."""
+    seg = np.asarray(x["segment_ids"])
+    mask = (seg[:, :, None] == seg[:, None]) & (seg > 0)[..., None] & np.tri(case.T, dtype=bool)
+    if case.J:
+        draw = np.where(mask, np.random.default_rng(0).random(mask.shape), -1)
+        order = np.argsort(-draw, axis=-1)[..., : case.J]
+        indices = np.where(np.take_along_axis(mask, order, -1), order, -1).astype(np.int32)
+        widths = ((0, 0), (0, 0), (0, case.J - indices.shape[-1]))
+        indices = np.pad(indices, widths, constant_values=-1)
+        x = x | {"indices": jnp.asarray(indices)}
+        mask = (indices[..., None] == np.arange(case.T)).any(2)
+    q, rows = (
+        np.concatenate([np.asarray(x[name], np.float64) for name in names], -1)
+        for names in (("q_latent", "q_rope"), ("latent", "k_rope"))
+    )
+    z = case.options()["scale"] * np.einsum("btnk,bsk->btns", q, rows)
+    z = np.where(mask[:, :, None], z, -np.inf)
+    top = np.where(mask.any(-1)[..., None], z.max(-1), 0)
+    total = np.exp(z - top[..., None]).sum(-1)
+    lse = np.where(total > 0, top + np.log(np.maximum(total, 1e-300)), NO_KEY_LSE)
+    return x | {"lse": jnp.asarray(lse.astype(np.float32))}
 
 
 CASES = {

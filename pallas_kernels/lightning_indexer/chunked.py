@@ -7,9 +7,9 @@ from pallas_kernels.blocks import accum_dtype, limit_by_bytes, scan_queries, vis
 from pallas_kernels.lightning_indexer.choice import choose_keys
 from pallas_kernels.lightning_indexer.scores import head_dots, index_scores, ranked
 
-_QUERY_BLOCK = 128
+QUERY_BLOCK = 128
 # Bytes of a sequence's dot products [block, U, S] in flight.
-_BUDGET = 64 << 20
+BUDGET = 64 << 20
 
 
 def lightning_indexer(q_idx, k_idx, w_idx, seg_q, seg_k, q_offset, *, top_k, order, approx_recall):
@@ -30,5 +30,5 @@ def lightning_indexer(q_idx, k_idx, w_idx, seg_q, seg_k, q_offset, *, top_k, ord
         return carry, (indices, jnp.pad(values, fill, constant_values=-jnp.inf))
 
     bytes_per_query = accum_dtype(q_idx).itemsize * U * S
-    limit = limit_by_bytes(bytes_per_query, _BUDGET, _QUERY_BLOCK)
+    limit = limit_by_bytes(bytes_per_query, BUDGET, QUERY_BLOCK)
     return scan_queries(query_block, None, (q_idx, w_idx, seg_q), limit)[1]

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.gate_case import GateCase
 from pallas_kernels.lightning_indexer.api import lightning_indexer
@@ -28,16 +29,16 @@ class Case:
 
     def inputs(self, dtype=jnp.float32, seed: int = 0, whole: bool = False) -> dict:
         """Normal inputs; `whole` makes them small integers: scores tie and sums are exact."""
-        keys = jax.random.split(jax.random.key(seed), 3)
+        rng = np.random.default_rng(seed)
         shapes = {
             "q_idx": (self.B, self.T, self.U, self.u),
             "k_idx": (self.B, self.S, self.u),
             "w_idx": (self.B, self.T, self.U),
         }
         arrays: dict[str, jax.Array | None] = {}
-        for key, (name, shape) in zip(keys, shapes.items(), strict=True):
-            whole_numbers = jax.random.randint(key, shape, -2, 3)
-            arrays[name] = (whole_numbers if whole else jax.random.normal(key, shape)).astype(dtype)
+        for name, shape in shapes.items():
+            drawn = rng.integers(-2, 3, shape) if whole else rng.standard_normal(shape)
+            arrays[name] = jnp.asarray(drawn.astype(dtype))
         arrays["segment_ids"] = None
         if self.starts or self.padding:
             arrays["segment_ids"] = segments(self.B, self.T, self.starts, self.padding)

@@ -25,7 +25,9 @@ def _inputs(case, **kwargs):
     return {name: x for name, x in case.inputs(**kwargs).items() if x is not None}
 
 
-@pytest.mark.parametrize("name", ["one", "even64", "odd65_packed", "more_than_all"])
+@pytest.mark.parametrize(
+    "name", ["one", pytest.param("even64", marks=pytest.mark.slow), "odd65_packed", "more_than_all"]
+)
 def test_exact_with_ties(name):
     """Small integers: scores tie everywhere and every sum is exact, so the indices are equal."""
     case = CASES[name]
@@ -36,7 +38,7 @@ def test_exact_with_ties(name):
     np.testing.assert_array_equal(scores, expected_scores)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_several_tiles_equal_reference(dtype):
     """257 queries among 300 keys of two documents; NaN in what no query sees."""
     case = specs.Case(1, 257, 300, 4, 16, 9)
@@ -112,7 +114,7 @@ def _queries(x, start, size):
     return x | {name: cut(x[name]) for name in ("q_idx", "w_idx", "segment_ids")}
 
 
-@pytest.mark.parametrize("slices", [2, 4, 8])
+@pytest.mark.parametrize("slices", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_slices_of_queries_equal_the_whole(packed, slices):
     """Queries local, keys of all: the offset places them. 8 queries go through the other kernel."""
     x, (expected, _) = packed
