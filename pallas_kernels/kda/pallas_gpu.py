@@ -61,7 +61,8 @@ def _run(form: Form, out_dtype, q, k, v, gate, beta, a_log, dt_bias, segment_ids
         initial_state = jnp.zeros((B, Nv, H, h), jnp.float32)
     filled = (_filled(x, padding) for x in (q, k, v, gate, beta))
     sums = jnp.asarray(runs(form, tiles.chunk), jnp.bfloat16)
-    x = Inputs(*filled, a_log, dt_bias, ids, jnp.take(ids, before, axis=1), sums)
+    zeros = jnp.zeros(max(tiles.chunk.bit_length(), H // tiles.channels), jnp.int32)
+    x = Inputs(*filled, a_log, dt_bias, ids, jnp.take(ids, before, axis=1), sums, zeros)
     out, final_state = _kda(form, out_dtype, tiles, x, initial_state)
     return out[:, :T], final_state
 
@@ -115,7 +116,7 @@ def _kda_bwd(form, out_dtype, tiles, residuals, cotangents):
         grads.gate_BPNH, grads.beta_BPN,
         _head_sum(grads.a_log_GCH, x).sum(-1).astype(x.a_log_N.dtype),
         _head_sum(grads.dt_bias_GCH, x).astype(x.dt_bias_NH.dtype), None, None,
-        jnp.zeros_like(x.runs_Kcc),
+        jnp.zeros_like(x.runs_K2cc), None,
     )  # fmt: skip
     return d_inputs, d_initial.reshape(d_final.shape).astype(initial.dtype)
 

@@ -58,7 +58,8 @@ class Refs(NamedTuple):
     dt_bias_H: Any
     ids_c: Any
     entry_1: Any  # segment that the chunk's entry state belongs to
-    runs_Kcc: Any  # `runs`
+    runs_K2cc: Any  # `runs`
+    zero_S: Any  # zeros
 
 
 class Rows(NamedTuple):
@@ -68,14 +69,6 @@ class Rows(NamedTuple):
     q_scale_c: jax.Array  # of unit length, and the scale of queries
     k_scale_c: jax.Array
     real_c: jax.Array
-
-
-class Channels(NamedTuple):
-    """Some channels of a chunk in float32; rows of padding are zero whatever stood there."""
-
-    q_cW: jax.Array  # at unit length, scaled
-    k_cW: jax.Array
-    g_cW: jax.Array
 
 
 def iotas(c: int) -> tuple[jax.Array, jax.Array]:
@@ -110,16 +103,28 @@ def in_one_document(refs: Refs, a_cc: jax.Array) -> jax.Array:
     return jnp.where(refs.ids_c[...][:, None] == refs.ids_c[...][None, :], a_cc, 0)
 
 
-def load_channels(form: Form, refs: Refs, x: Rows, at: Any) -> Channels:
-    """Channels `at` of the chunk."""
+def channels_of(refs: Refs, n: Any, W: int, level: Any = 0) -> Any:
+    """Channels of step n. A zero from memory makes them unknown before the loop over `level`.
+
+    So a compiler does not load what is there before the loop, in every layout that the loop needs:
+    that would take most registers.
+    """
+    return pl.ds(n * W + pl.multiple_of(refs.zero_S[level], W), W)
+
+
+def load_keys(refs: Refs, x: Rows, at: Any) -> tuple[jax.Array, jax.Array]:
+    """Queries, scaled, and keys at unit length; rows of padding are zero whatever stood there."""
     columns = (slice(None), at)
     q_cW = rows(refs.q_cH[columns], x.real_c) * x.q_scale_c[:, None]
-    k_cW = rows(refs.k_cH[columns], x.real_c) * x.k_scale_c[:, None]
-    g_cW = rows(refs.gate_cH[columns], x.real_c)
-    if form.raw:
-        g_cW = log_decay(form, g_cW, *gate_weights(refs, at))
-        g_cW = jnp.where(x.real_c[:, None], g_cW, 0)
-    return Channels(q_cW, k_cW, g_cW)
+    return q_cW, rows(refs.k_cH[columns], x.real_c) * x.k_scale_c[:, None]
+
+
+def load_log_decay(form: Form, refs: Refs, x: Rows, at: Any) -> jax.Array:
+    """Log decays, 0 at padding."""
+    g_cW = rows(refs.gate_cH[:, at], x.real_c)
+    if not form.raw:
+        return g_cW
+    return jnp.where(x.real_c[:, None], log_decay(form, g_cW, *gate_weights(refs, at)), 0)
 
 
 def rows(x_cW: jax.Array, real_c: jax.Array) -> jax.Array:
@@ -165,11 +170,12 @@ FROM_START, TO_END, TO_BORDER = range(3)  # places in `runs`; the last is that o
 
 
 def runs(form: Form, c: int) -> np.ndarray:
-    """Runs of rows whose log decays are summed, for each row i one row of 0 and 1; [K, c, c].
+    """Runs of rows whose log decays are summed, for each row i one row of 0 and 1; [K, 2, c, c].
 
     FROM_START: those that a state has decayed through when row i reads it; TO_END: those that what
     row i writes still decays through; TO_BORDER + level: those between row i and the border of its
     run of 2^(level + 1) rows, or, where blocks are anchored, after the block's first row up to i.
+    Behind them, for each level, `pairs`. Each matrix is followed by its transpose.
 
     They come from memory: made in the kernel, each would stay in registers.
     """
@@ -183,7 +189,10 @@ def runs(form: Form, c: int) -> np.ndarray:
         b = 1 << _BLOCK_LEVEL
         anchored = (i // b == m // b) & (m <= i) & (m % b != 0)
         kinds[TO_BORDER + form.levels(c).start] = anchored
-    return np.stack(kinds)
+    for level in range(c.bit_length() - 1):
+        bits = -1 if form.anchored and level < _BLOCK_LEVEL else 1 << level
+        kinds.append((i >> (level + 1) == m >> (level + 1)) & (i & bits > m & bits))
+    return np.stack([[kind, kind.T] for kind in kinds])
 
 
 class Sums:
@@ -193,8 +202,8 @@ class Sums:
     log decay goes in as the sum of three numbers of 8 bits.
     """
 
-    def __init__(self, runs_Kcc: Any, g_cW: jax.Array):
-        self._runs, self._parts = runs_Kcc, []
+    def __init__(self, refs: Refs, n: Any, g_cW: jax.Array):
+        self._runs, self._zero, self._parts = refs.runs_K2cc, refs.zero_S[n], []
         for _ in range(3):
             # by bits: a compiler may take a conversion there and back for nothing
             high = lax.bitcast_convert_type(g_cW, jnp.int32) & jnp.int32(-(1 << 16))
@@ -204,12 +213,19 @@ class Sums:
 
     def over(self, kind: Any) -> jax.Array:
         """For each row the sum over its run of that kind."""
-        high, middle, low = (_gpu.dot(self._runs[kind], part) for part in self._parts)
+        run_cc = self._runs[kind + self._zero, 0]
+        high, middle, low = (_gpu.dot(run_cc, part) for part in self._parts)
         return high + (middle + low)
 
     def vjp(self, kind: Any, d_sums_cW: jax.Array, dtype: Any) -> jax.Array:
         """Gradient of the log decays from that of `over(kind)`."""
-        return _gpu.dot(self._runs[kind].astype(dtype), d_sums_cW.astype(dtype), trans_a=True)
+        run_cc = self._runs[kind + self._zero, 1]
+        return _gpu.dot(run_cc.astype(dtype), d_sums_cW.astype(dtype))
+
+    def pairs(self, c: int, level: Any, transposed: int, d_cc: jax.Array) -> jax.Array:
+        """The part of a triangle, or of its transpose, that belongs to one level."""
+        which = self._runs[TO_BORDER + c.bit_length() - 1 + level + self._zero, transposed]
+        return d_cc * which.astype(d_cc.dtype)
 
 
 def decays_of_pairs(form: Form, sums: Sums, level: Any) -> tuple[jax.Array, jax.Array]:
@@ -243,23 +259,35 @@ def pairs(form: Form, c: int, level: Any) -> jax.Array:
     return ((i >> (level + 1)) == (j >> (level + 1))) & ((i & bits) > (j & bits))
 
 
-def add_triangles(
-    form: Form, x: Channels, beta_c1: jax.Array, sums: Sums, dtype: Any, so_far: Any
-) -> Any:
-    """Adds what these channels give to decayed products of q and of k with written keys, i > j."""
-    c = x.g_cW.shape[0]
+def triangles(form: Form, refs: Refs, x: Rows, W: int, dtype: Any) -> tuple[jax.Array, ...]:
+    """Decayed products of q, i >= j, and of k, i > j, with written keys, inside documents."""
+    c, H = refs.q_cH.shape
 
-    def add(level, so_far):
-        to_row, to_column = decays_of_pairs(form, sums, level)
-        columns = (beta_c1 * x.k_cW * to_column).astype(dtype)
-        which = pairs(form, c, level)
-        products = (
-            _gpu.dot((a * to_row).astype(dtype), columns, trans_b=True) for a in (x.q_cW, x.k_cW)
-        )
-        return tuple(b + jnp.where(which, a, 0) for a, b in zip(products, so_far, strict=True))
+    def channels(n, so_far):
+        *products, own_c = so_far
+        sums = Sums(refs, n, load_log_decay(form, refs, x, channels_of(refs, n, W)))
 
-    levels = form.levels(c)
-    return lax.fori_loop(levels.start, levels.stop, add, so_far)
+        def add(level, so_far):
+            q_cW, k_cW = load_keys(refs, x, channels_of(refs, n, W, level))
+            to_row, to_column = decays_of_pairs(form, sums, level)
+            columns = (x.beta_c[:, None] * k_cW * to_column).astype(dtype)
+            which = pairs(form, c, level)
+            more = (
+                _gpu.dot((a * to_row).astype(dtype), columns, trans_b=True) for a in (q_cW, k_cW)
+            )
+            return tuple(b + jnp.where(which, a, 0) for a, b in zip(more, so_far, strict=True))
+
+        levels = form.levels(c)
+        products = lax.fori_loop(levels.start, levels.stop, add, tuple(products))
+        q_cW, k_cW = load_keys(refs, x, channels_of(refs, n, W))
+        return *products, own_c + x.beta_c * jnp.sum(q_cW * k_cW, axis=1)
+
+    square = jnp.zeros((c, c), jnp.float32)
+    nothing = (square, square, jnp.zeros((c,), jnp.float32))
+    *products, own_c = lax.fori_loop(0, H // W, channels, nothing)
+    scores_cc, strict_cc = (in_one_document(refs, a) for a in products)
+    i, j = iotas(c)
+    return jnp.where(i == j, own_c[:, None], scores_cc), strict_cc
 
 
 def unit_inverse(strict_cc: jax.Array, exact: bool) -> jax.Array:

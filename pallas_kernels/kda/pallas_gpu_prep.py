@@ -25,7 +25,8 @@ class Inputs(NamedTuple):
     dt_bias_NH: jax.Array
     ids_BP: jax.Array
     entry_BC: jax.Array
-    runs_Kcc: jax.Array  # bfloat16
+    runs_K2cc: jax.Array  # bfloat16
+    zero_S: jax.Array
 
 
 class Prepared(NamedTuple):
@@ -43,7 +44,7 @@ class Blocks:
     """Block specs of a grid (G, C): one head and one chunk a program."""
 
     def __init__(self, x: Inputs, tiles: Tiles):
-        self.c, self.runs = tiles.chunk, x.runs_Kcc.shape
+        self.c, self.runs, self.steps = tiles.chunk, x.runs_K2cc.shape, x.zero_S.shape
         _, P, self.Nv, self.h = x.v_BPNh.shape
         self.H = x.q_BPNH.shape[-1]
         self.group = self.Nv // x.q_BPNH.shape[2]
@@ -77,7 +78,8 @@ class Blocks:
             pl.BlockSpec((None, H), lambda i, j: (i % Nv, 0)),
             pl.BlockSpec((None, self.c), lambda i, j: (i // Nv, j)),
             pl.BlockSpec((None, 1), lambda i, j: (i // Nv, j)),
-            pl.BlockSpec(self.runs, lambda i, j: (0, 0, 0)),
+            pl.BlockSpec(self.runs, lambda i, j: (0, 0, 0, 0)),
+            pl.BlockSpec(self.steps, lambda i, j: (0,)),
         ]  # fmt: skip
 
 
@@ -105,21 +107,22 @@ def prepare(form: Form, x: Inputs, tiles: Tiles) -> tuple[Prepared, jax.Array]:
 
 def _prepare(form: Form, tiles: Tiles, dtype: Any, refs: Refs, outs: Prepared, errors_ref: Any):
     rows = inside.load_rows(form, refs)
-    scores_cc, strict_cc = _triangles(form, tiles, dtype, refs, rows)
+    scores_cc, strict_cc = inside.triangles(form, refs, rows, tiles.channels, dtype)
     outs.scores_GPc[...] = scores_cc.astype(dtype)
     inverse_cc = inside.unit_inverse(strict_cc, exact=dtype == jnp.float32).astype(dtype)
     outs.inverse_GPc[...] = inverse_cc
 
     def channels(n, _):
-        at = channels_of(n, tiles)
-        x = inside.load_channels(form, refs, rows, at)
-        decays = state_decays(refs, x.g_cW, inside.Sums(refs.runs_Kcc, x.g_cW))
+        at = inside.channels_of(refs, n, tiles.channels)
+        g_cW = inside.load_log_decay(form, refs, rows, at)
+        decays = state_decays(refs, g_cW, inside.Sums(refs, n, g_cW))
+        q_cW, k_cW = inside.load_keys(refs, rows, at)
         outs.carry_GCH[at] = decays.carry_W
-        outs.q_GPH[:, at] = (x.q_cW * decays.from_start_cW).astype(dtype)
-        write_cW = rows.beta_c[:, None] * x.k_cW * decays.to_end_cW
+        outs.q_GPH[:, at] = (q_cW * decays.from_start_cW).astype(dtype)
+        write_cW = rows.beta_c[:, None] * k_cW * decays.to_end_cW
         outs.write_GPH[:, at] = write_cW.astype(dtype)
-        k_cW = (x.k_cW * decays.from_start_cW).astype(dtype)
-        outs.k_GPH[:, at] = _gpu.dot(inverse_cc, k_cW).astype(dtype)
+        read_cW = (k_cW * decays.from_start_cW).astype(dtype)
+        outs.k_GPH[:, at] = _gpu.dot(inverse_cc, read_cW).astype(dtype)
 
     def columns(n, _):
         at = (slice(None), pl.ds(pl.multiple_of(n * tiles.columns, tiles.columns), tiles.columns))
@@ -128,31 +131,6 @@ def _prepare(form: Form, tiles: Tiles, dtype: Any, refs: Refs, outs: Prepared, e
 
     lax.fori_loop(0, refs.q_cH.shape[1] // tiles.channels, channels, None)
     lax.fori_loop(0, errors_ref.shape[1] // tiles.columns, columns, None)
-
-
-def _triangles(form: Form, tiles: Tiles, dtype: Any, refs: Refs, rows: inside.Rows):
-    """Decayed products of q, i >= j, and of k, i > j, with written keys, inside documents."""
-    c, H = refs.q_cH.shape
-
-    def channels(n, so_far):
-        *triangles, own_c = so_far
-        x = inside.load_channels(form, refs, rows, channels_of(n, tiles))
-        sums = inside.Sums(refs.runs_Kcc, x.g_cW)
-        own_c += rows.beta_c * jnp.sum(x.q_cW * x.k_cW, axis=1)
-        beta_c1 = rows.beta_c[:, None]
-        return *inside.add_triangles(form, x, beta_c1, sums, dtype, tuple(triangles)), own_c
-
-    square = jnp.zeros((c, c), jnp.float32)
-    nothing = (square, square, jnp.zeros((c,), jnp.float32))
-    *triangles, own_c = lax.fori_loop(0, H // tiles.channels, channels, nothing)
-    scores_cc, strict_cc = (inside.in_one_document(refs, a) for a in triangles)
-    i, j = inside.iotas(c)
-    return jnp.where(i == j, own_c[:, None], scores_cc), strict_cc
-
-
-def channels_of(n: Any, tiles: Tiles) -> Any:
-    """Channels of keys in step n."""
-    return pl.ds(pl.multiple_of(n * tiles.channels, tiles.channels), tiles.channels)
 
 
 class Decays(NamedTuple):
