@@ -18,8 +18,9 @@ from pallas_kernels import _tpu
 from pallas_kernels.kda import composed
 from pallas_kernels.kda.pallas_tpu_body import Grads, Inputs, Kept, Sizes, backward, forward
 
-# Chunks a step at most: a step costs some 250 cycles beside them, and a chunk VMEM.
-_ROWS = 8
+# Chunks a step at most: a step costs some 300 cycles beside them. And bytes of an input's block:
+# VMEM, 16 MiB, holds twice some twenty blocks. K3's heads take half of this with 8 chunks of 64.
+_ROWS, _BLOCK_BYTES = 8, 1 << 18
 
 
 def kda(q, k, v, log_decay, beta, *, segment_ids, initial_state, scale, chunk):
@@ -54,7 +55,8 @@ def _run(q, k, v, gate, beta, head_N2H, segment_ids, initial_state, out_dtype, o
     N, H = q.shape[2:]
     chunk = max(16, min(options["chunk"], 1 << (T - 1).bit_length()))  # a short row has no long one
     chunks = -(-T // chunk)
-    steps = -(-chunks // _ROWS)
+    chunk_bytes = chunk * max(H, h) * v.dtype.itemsize
+    steps = -(-chunks // max(1, min(_ROWS, _BLOCK_BYTES // chunk_bytes)))
     rows = -(-chunks // steps)
     sizes = Sizes(
         chunk, rows, steps, Nv // N, options["scale"], options["raw"],
@@ -79,8 +81,8 @@ def _refuse(q, k, v, gate, beta, chunk) -> None:
         )
     if any(x.dtype.itemsize > 4 for x in (gate, beta)):
         raise NotImplementedError(f"gate of {gate.dtype} or beta of {beta.dtype} is too wide")
-    if chunk < 16:
-        raise NotImplementedError(f"chunk={chunk} is below 16, the rows of a bfloat16 tile")
+    if not 16 <= chunk <= 128:
+        raise NotImplementedError(f"chunk={chunk} is not 16, 32, 64 or 128")
     widths = (q.shape[-1], v.shape[-1])
     if not _tpu.interpreted() and any(width % 128 for width in widths):
         raise NotImplementedError(f"head widths {widths} are not multiples of 128")
