@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import pallas_kernels
 from moejax.cli.bars import CountBar
 from moejax.cli.flags import Parser, add_source, positive, start_devices
 from moejax.cli.tables import Column, print_table, say
@@ -20,11 +22,10 @@ EXAMPLES = (
     "moejax bench kernels --device=cpu",
     "moejax bench kernels --ops=kda,grouped_matmul --rounds=10 --json",
 )
-# Folders of pallas_kernels whose bench.py compares.
-OPS = (
-    "kda", "grouped_matmul", "linear_xent", "sparse_flash_attention", "permute", "short_conv",
-    "attn_res", "gated_norm",
-)  # fmt: skip
+# Folders of pallas_kernels whose bench.py compares; those with floors first.
+_FIRST = ("kda", "grouped_matmul", "linear_xent", "sparse_flash_attention")
+_FOUND = pathlib.Path(pallas_kernels.__file__).parent.glob("*/bench.py")
+OPS = tuple(dict.fromkeys((*_FIRST, *sorted(path.parent.name for path in _FOUND))))
 _HEADS = (
     "op", "size", "against", "ms", "ours", "faster", "floor", "MB", "ours", "less", "floor", "",
 )  # fmt: skip
@@ -68,7 +69,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--device", choices=("cpu", "gpu", "tpu"), default="cpu", help="default: cpu"
     )
-    parser.add_argument("--ops", metavar="LIST", help=f"some of {','.join(OPS)} (default: all)")
+    parser.add_argument("--ops", metavar="LIST", help=f"some of {', '.join(OPS)} (default: all)")
     parser.add_argument(
         "--rounds", type=positive, default=3, metavar="N", help="of which the best counts: 3"
     )

@@ -45,7 +45,7 @@ def test_help_tells_options_config_and_examples(moejax, command):
     assert shown.code == 0 and not shown.err
     # The commands that convert or check weights read their config out of them, or draw a run.
     converts = command.endswith(("-hf", "-lora"))
-    takes_config = not converts and command not in ("verify", "report", "place")
+    takes_config = not converts and command not in ("bench", "verify", "report", "place")
     config = ("--config.SECTION.FIELD=VALUE", "tiny") if takes_config else ()
     for part in ("usage: moejax", "examples:", *config):
         assert part in shown.out
