@@ -43,7 +43,14 @@ def as_jax(inputs):
 # ---- the chunked form against the recurrence (also K4)
 
 
-@pytest.mark.parametrize("name", specs.CASES)
+# Cases that between them have every size, border, layout and dtype; the others are slow.
+FEW = ("tiny", "past_chunk", "packed", "packed_odd", "grouped", "fast_decay", "low_precision")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in FEW else pytest.mark.slow) for n in specs.CASES],
+)
 def test_chunked_equals_recurrence(name):
     case = specs.CASES[name]
     inputs = specs.make_inputs(case)
@@ -54,7 +61,10 @@ def test_chunked_equals_recurrence(name):
     testing.assert_close(errors, limits)
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 16, 64, 128])
+@pytest.mark.parametrize(
+    "chunk",
+    [pytest.param(c, marks=[] if c in (1, 64) else pytest.mark.slow) for c in (1, 4, 16, 64, 128)],
+)
 def test_every_chunk_in_float64(x64, chunk):
     case = specs.Case(1, 70, 1, 8, 4, documents=(3, 40, 20), initial_state=True)
     inputs = in_float64(specs.make_inputs(case))
