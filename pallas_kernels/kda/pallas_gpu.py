@@ -6,6 +6,7 @@ those of all inputs. Kept in between: what `kda_prep` made, errors and entry sta
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +60,7 @@ def _run(form: Form, out_dtype, q, k, v, gate, beta, a_log, dt_bias, segment_ids
     before = jnp.maximum(jnp.arange(0, T + padding, tiles.chunk) - 1, 0)
     if initial_state is None:
         initial_state = jnp.zeros((B, Nv, H, h), jnp.float32)
-    filled = (_filled(x, padding) for x in (q, k, v, gate, beta))
+    filled: Any = [_filled(x, padding) for x in (q, k, v, gate, beta)]
     sums = jnp.asarray(runs(form, tiles.chunk), jnp.bfloat16)
     zeros = jnp.zeros(max(tiles.chunk.bit_length(), H // tiles.channels), jnp.int32)
     x = Inputs(*filled, a_log, dt_bias, ids, jnp.take(ids, before, axis=1), sums, zeros)
@@ -106,6 +107,7 @@ def _kda_fwd(form, out_dtype, tiles, x, initial_BNHh):
 
 
 def _kda_bwd(form, out_dtype, tiles, residuals, cotangents):
+    none: Any = None  # integers have no gradient
     x, (prepared, errors, entries), initial = residuals
     d_out, d_final = cotangents
     d_final_GHh = d_final.reshape(-1, *d_final.shape[2:])
@@ -115,8 +117,8 @@ def _kda_bwd(form, out_dtype, tiles, residuals, cotangents):
         _group_sum(grads.q_BPNH, x.q_BPNH), _group_sum(grads.k_BPNH, x.k_BPNH), dv,
         grads.gate_BPNH, grads.beta_BPN,
         _head_sum(grads.a_log_GCH, x).sum(-1).astype(x.a_log_N.dtype),
-        _head_sum(grads.dt_bias_GCH, x).astype(x.dt_bias_NH.dtype), None, None,
-        jnp.zeros_like(x.runs_K2cc), None,
+        _head_sum(grads.dt_bias_GCH, x).astype(x.dt_bias_NH.dtype), none, none,
+        jnp.zeros_like(x.runs_K2cc), none,
     )  # fmt: skip
     return d_inputs, d_initial.reshape(d_final.shape).astype(initial.dtype)
 
