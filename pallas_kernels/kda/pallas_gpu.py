@@ -60,10 +60,10 @@ def _run(form: Form, out_dtype, q, k, v, gate, beta, a_log, dt_bias, segment_ids
     before = jnp.maximum(jnp.arange(0, T + padding, tiles.chunk) - 1, 0)
     if initial_state is None:
         initial_state = jnp.zeros((B, Nv, H, h), jnp.float32)
-    filled: Any = [_filled(x, padding) for x in (q, k, v, gate, beta)]
+    q, k, v, gate, beta = (_filled(x, padding) for x in (q, k, v, gate, beta))
     sums = jnp.asarray(runs(form, tiles.chunk), jnp.bfloat16)
     zeros = jnp.zeros(max(tiles.chunk.bit_length(), H // tiles.channels), jnp.int32)
-    x = Inputs(*filled, a_log, dt_bias, ids, jnp.take(ids, before, axis=1), sums, zeros)
+    x = Inputs(q, k, v, gate, beta, a_log, dt_bias, ids, jnp.take(ids, before, axis=1), sums, zeros)
     out, final_state = _kda(form, out_dtype, tiles, x, initial_state)
     return out[:, :T], final_state
 
