@@ -166,7 +166,8 @@ class Kernel:
             index += jnp.where(index >= full_first, num_full, 0)
             return step(Run.of(head, seg_ref, index, size), carry, True)
 
-        carry = lax.fori_loop(full_first, full_end, whole, carry)
+        if len(tables) == 3:  # a tile of chosen keys is never full
+            carry = lax.fori_loop(full_first, full_end, whole, carry)
         return lax.fori_loop(0, end - first - num_full, edge, carry)
 
     def visible(self, tables, queries: Run, keys: Run, q_offset, key_axis: int) -> jax.Array:

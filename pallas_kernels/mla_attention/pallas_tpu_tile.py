@@ -145,7 +145,8 @@ class Kernel:
         first, last, full_first, full_end, q_offset = self._span(tables[0], b, i)
         full = (full_first <= j) & (j < full_end)
         pl.when(j == 0)(start)
-        pl.when(full)(lambda: step(None))
+        if len(tables) == 3:  # a tile of chosen keys is never full
+            pl.when(full)(lambda: step(None))
 
         @pl.when((first <= j) & (j < last) & ~full)
         def _():
