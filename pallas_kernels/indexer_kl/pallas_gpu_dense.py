@@ -81,10 +81,10 @@ def gradients(
         given, out, tile_q,
     )  # fmt: skip
     groups = _groups(U, programs // max(1, B * sizes.key_tiles))
-    out = jax.ShapeDtypeStruct((B, groups, sizes.keys, width), jnp.float32)
+    parts = jax.ShapeDtypeStruct((B, groups, sizes.keys, width), jnp.float32)
     dk = _call(
         functools.partial(_dk_body, sizes), "indexer_kl_dense_dk", (B, groups, sizes.key_tiles),
-        given, out, tile_k,
+        given, parts, tile_k,
     )  # fmt: skip
     dk_BSu += jnp.sum(dk, axis=1)[:, :S, :u]
     return dq[:, :t, :, :u], dk_BSu, factor * dw.swapaxes(1, 2)[:, :t]

@@ -4,6 +4,7 @@ The sparse stage is refused: these chips fetch rows of 16 bits in eights, not on
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,8 @@ def indexer_kl(
         raise NotImplementedError("an empty array needs no kernel")
     # parts of width 0 take no product
     parts = [(q, rows) for q, rows in ((q_latent, latent), (q_rope, k_rope)) if rows.shape[-1]]
-    main, lse = lax.stop_gradient((tuple(zip(*parts, strict=True)), lse.astype(jnp.float32)))
+    main: Any = tuple(zip(*parts, strict=True))
+    main, lse = lax.stop_gradient((main, lse.astype(jnp.float32)))
     return blockwise.kl(_kernels(float(scale)), (q_idx, k_idx, w_idx), main, lse, None, segment_ids)
 
 
@@ -97,8 +99,8 @@ def _target(keys, queries, rows, lse_BtN, *, scale):
 
 
 def _target_body(tiles, scale, num_heads, first_ref, lse_ref, *refs):
-    *refs, out_ref, summed_ref = refs
-    q_refs, rows_refs = refs[: len(refs) // 2], refs[len(refs) // 2 :]
+    *parts, out_ref, summed_ref = refs
+    q_refs, rows_refs = parts[: len(parts) // 2], parts[len(parts) // 2 :]
     i, j, n = (pl.program_id(axis) for axis in (1, 2, 3))
 
     @pl.when(n == 0)
