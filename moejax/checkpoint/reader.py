@@ -18,7 +18,6 @@ from moejax.checkpoint import integrity, layout
 from moejax.checkpoint.layout import CheckpointError
 from moejax.typing import PyTree
 
-
 _JSON_FILE = "metadata"  # as Orbax's JsonCheckpointHandler calls it
 
 
