@@ -1,8 +1,9 @@
-"""Kimi Delta Attention for NVIDIA GPUs: two kernels forward, two back. README.md has the maths.
+"""Kimi Delta Attention for NVIDIA GPUs: two kernels forward, three back. README.md has the maths.
 
 Forward, `kda_prep` takes the raw inputs of each chunk to all that does not need a state, and
-`kda_scan` carries the states. Back, `kda_scan_back` carries their gradients, and `kda_grads` gives
-those of all inputs. Kept in between: what `kda_prep` made, errors and entry states.
+`kda_scan` carries the states. Back, `kda_scan_back` carries their gradients; `kda_grads_states` and
+`kda_grads_pairs` give those of all inputs. Kept in between: what `kda_prep` made, errors and entry
+states.
 """
 
 import functools
@@ -11,11 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.kda import composed
-from pallas_kernels.kda.pallas_gpu_chunk import Form, runs
-from pallas_kernels.kda.pallas_gpu_grads import gradients
+from pallas_kernels import choose
+from pallas_kernels.kda import composed, gates
+from pallas_kernels.kda.pallas_gpu_chunk import Form, real_rows, runs
+from pallas_kernels.kda.pallas_gpu_pairs import through_pairs
 from pallas_kernels.kda.pallas_gpu_prep import Inputs, prepare
 from pallas_kernels.kda.pallas_gpu_scan import scan, scan_back
+from pallas_kernels.kda.pallas_gpu_states import through_states
 from pallas_kernels.kda.tiles import Tiles, tiles_for
 
 
@@ -51,7 +54,7 @@ def _run(form: Form, out_dtype, q, k, v, gate, beta, a_log, dt_bias, segment_ids
     _refuse(q, k, v, gate, beta)
     B, T, Nv, h = v.shape
     H = q.shape[-1]
-    tiles = tiles_for(H, h)
+    tiles = tiles_for(H, h, choose.target_chip())
     padding = -T % tiles.chunk
     if segment_ids is None:
         segment_ids = jnp.ones((B, T), jnp.int32)
@@ -62,7 +65,8 @@ def _run(form: Form, out_dtype, q, k, v, gate, beta, a_log, dt_bias, segment_ids
         initial_state = jnp.zeros((B, Nv, H, h), jnp.float32)
     q, k, v, gate, beta = (_filled(x, padding) for x in (q, k, v, gate, beta))
     sums = jnp.asarray(runs(form, tiles.chunk), jnp.bfloat16)
-    zeros = jnp.zeros(max(tiles.chunk.bit_length(), H // tiles.channels), jnp.int32)
+    least = min(tiles.prep_channels, tiles.states_channels, tiles.pairs_channels)
+    zeros = jnp.zeros(max(tiles.chunk.bit_length(), H // least), jnp.int32)
     x = Inputs(q, k, v, gate, beta, a_log, dt_bias, ids, jnp.take(ids, before, axis=1), sums, zeros)
     out, final_state = _kda(form, out_dtype, tiles, x, initial_state)
     return out[:, :T], final_state
@@ -112,10 +116,12 @@ def _kda_bwd(form, out_dtype, tiles, residuals, cotangents):
     d_out, d_final = cotangents
     d_final_GHh = d_final.reshape(-1, *d_final.shape[2:])
     dv, d_exits, d_initial = scan_back(form, x, prepared, d_out, d_final_GHh, tiles)
-    grads = gradients(form, x, errors, dv, d_out, entries, d_exits, tiles)
+    partial = through_states(form, x, errors, dv, d_out, entries, d_exits, tiles)
+    grads = through_pairs(form, x, partial, tiles)
     d_inputs = Inputs(
-        _group_sum(grads.q_BPNH, x.q_BPNH), _group_sum(grads.k_BPNH, x.k_BPNH), dv,
-        grads.gate_BPNH, grads.beta_BPN,
+        _key_gradient(form, x.q_BPNH, grads.q_BPNH, x.ids_BP, form.scale),
+        _key_gradient(form, x.k_BPNH, grads.k_BPNH, x.ids_BP, 1.0),
+        dv, grads.gate_BPNH, grads.beta_BPN,
         _head_sum(grads.a_log_GCH, x).sum(-1).astype(x.a_log_N.dtype),
         _head_sum(grads.dt_bias_GCH, x).astype(x.dt_bias_NH.dtype), none, none,
         jnp.zeros_like(x.runs_K2cc), none,
@@ -126,13 +132,19 @@ def _kda_bwd(form, out_dtype, tiles, residuals, cotangents):
 _kda.defvjp(_kda_fwd, _kda_bwd)
 
 
-def _group_sum(grad_BPNH, x_BPNH):
-    """Sum over the value heads that share a key head."""
-    if grad_BPNH.shape == x_BPNH.shape:
-        return grad_BPNH
+def _key_gradient(form: Form, x_BPNH, d_BPNH, ids_BP, scale: float):
+    """Gradient of q or k, from that of it at unit length and scaled, by value head.
+
+    No kernel: a row's length takes all its channels, of which a kernel holds some at a time.
+    """
     B, P, N, H = x_BPNH.shape
-    wide = grad_BPNH.astype(jnp.float32).reshape(B, P, N, -1, H)
-    return wide.sum(3).astype(x_BPNH.dtype)
+    d = scale * d_BPNH.astype(jnp.float32).reshape(B, P, N, -1, H).sum(3)
+    real = jax.vmap(lambda ids_P: real_rows(form, ids_P, 0))(ids_BP)[..., None, None]
+    if form.raw:
+        x = jnp.where(real, x_BPNH.astype(jnp.float32), 0)
+        _, pullback = jax.vjp(gates.unit_length, x)
+        (d,) = pullback(d)
+    return jnp.where(real, d, 0).astype(x_BPNH.dtype)
 
 
 def _head_sum(shares_GCH, x: Inputs):

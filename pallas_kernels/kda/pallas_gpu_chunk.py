@@ -112,6 +112,12 @@ def channels_of(refs: Refs, n: Any, W: int, level: Any = 0) -> Any:
     return pl.ds(n * W + pl.multiple_of(refs.zero_S[level], W), W)
 
 
+def later(refs: Refs, triangle_cc: Any, level: Any) -> jax.Array:
+    """A triangle from memory, at a place that is unknown before the loop over `level`."""
+    c = triangle_cc.shape[0]
+    return triangle_cc[pl.ds(pl.multiple_of(refs.zero_S[level], c), c), :]
+
+
 def load_keys(refs: Refs, x: Rows, at: Any) -> tuple[jax.Array, jax.Array]:
     """Queries, scaled, and keys at unit length; rows of padding are zero whatever stood there."""
     columns = (slice(None), at)
@@ -195,6 +201,23 @@ def runs(form: Form, c: int) -> np.ndarray:
     return np.stack([[kind, kind.T] for kind in kinds])
 
 
+def _parts(x_cW: jax.Array) -> list[jax.Array]:
+    """Three numbers of 8 bits whose sum is `x_cW`, each bfloat16."""
+    parts = []
+    for _ in range(3):
+        # by bits: a compiler may take a conversion there and back for nothing
+        high = lax.bitcast_convert_type(x_cW, jnp.int32) & jnp.int32(-(1 << 16))
+        part = lax.bitcast_convert_type(high, jnp.float32)
+        parts.append(part.astype(jnp.bfloat16))
+        x_cW = x_cW - part
+    return parts
+
+
+def _product(run_cc: jax.Array, parts: list[jax.Array]) -> jax.Array:
+    high, middle, low = (_gpu.dot(run_cc, part) for part in parts)
+    return high + (middle + low)
+
+
 class Sums:
     """Sums of a chunk's log decays over runs of rows, exact to float32.
 
@@ -203,24 +226,17 @@ class Sums:
     """
 
     def __init__(self, refs: Refs, n: Any, g_cW: jax.Array):
-        self._runs, self._zero, self._parts = refs.runs_K2cc, refs.zero_S[n], []
-        for _ in range(3):
-            # by bits: a compiler may take a conversion there and back for nothing
-            high = lax.bitcast_convert_type(g_cW, jnp.int32) & jnp.int32(-(1 << 16))
-            part = lax.bitcast_convert_type(high, jnp.float32)
-            self._parts.append(part.astype(jnp.bfloat16))
-            g_cW = g_cW - part
+        self._runs, self._zero = refs.runs_K2cc, refs.zero_S[n]
+        self._parts = _parts(g_cW)
 
     def over(self, kind: Any) -> jax.Array:
         """For each row the sum over its run of that kind."""
         run_cc = self._runs[kind + self._zero, 0]
-        high, middle, low = (_gpu.dot(run_cc, part) for part in self._parts)
-        return high + (middle + low)
+        return _product(run_cc, self._parts)
 
-    def vjp(self, kind: Any, d_sums_cW: jax.Array, dtype: Any) -> jax.Array:
+    def vjp(self, kind: Any, d_sums_cW: jax.Array) -> jax.Array:
         """Gradient of the log decays from that of `over(kind)`."""
-        run_cc = self._runs[kind + self._zero, 1]
-        return _gpu.dot(run_cc.astype(dtype), d_sums_cW.astype(dtype))
+        return _product(self._runs[kind + self._zero, 1], _parts(d_sums_cW))
 
     def pairs(self, c: int, level: Any, transposed: int, d_cc: jax.Array) -> jax.Array:
         """The part of a triangle, or of its transpose, that belongs to one level."""

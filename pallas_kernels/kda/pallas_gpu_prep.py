@@ -107,13 +107,13 @@ def prepare(form: Form, x: Inputs, tiles: Tiles) -> tuple[Prepared, jax.Array]:
 
 def _prepare(form: Form, tiles: Tiles, dtype: Any, refs: Refs, outs: Prepared, errors_ref: Any):
     rows = inside.load_rows(form, refs)
-    scores_cc, strict_cc = inside.triangles(form, refs, rows, tiles.channels, dtype)
+    scores_cc, strict_cc = inside.triangles(form, refs, rows, tiles.prep_channels, dtype)
     outs.scores_GPc[...] = scores_cc.astype(dtype)
     inverse_cc = inside.unit_inverse(strict_cc, exact=dtype == jnp.float32).astype(dtype)
     outs.inverse_GPc[...] = inverse_cc
 
     def channels(n, _):
-        at = inside.channels_of(refs, n, tiles.channels)
+        at = inside.channels_of(refs, n, tiles.prep_channels)
         g_cW = inside.load_log_decay(form, refs, rows, at)
         decays = state_decays(refs, g_cW, inside.Sums(refs, n, g_cW))
         q_cW, k_cW = inside.load_keys(refs, rows, at)
@@ -129,7 +129,7 @@ def _prepare(form: Form, tiles: Tiles, dtype: Any, refs: Refs, outs: Prepared, e
         v_cw = inside.rows(refs.v_ch[at], rows.real_c).astype(dtype)
         errors_ref[at] = _gpu.dot(inverse_cc, v_cw).astype(dtype)
 
-    lax.fori_loop(0, refs.q_cH.shape[1] // tiles.channels, channels, None)
+    lax.fori_loop(0, refs.q_cH.shape[1] // tiles.prep_channels, channels, None)
     lax.fori_loop(0, errors_ref.shape[1] // tiles.columns, columns, None)
 
 

@@ -126,7 +126,7 @@ def _gpu_gate_cases() -> list[GateCase]:
             ),
             GateCase(
                 f"kda backward {name}", fused_gradients(bound), fused_shapes(BENCHES[name]),
-                (*kernels, "kda_grads"), quick=name == "kimi_k3",
+                (*kernels, "kda_grads_states", "kda_grads_pairs"), quick=name == "kimi_k3",
             ),
         )
     ]  # fmt: skip
