@@ -27,10 +27,10 @@ class Tiles(NamedTuple):
     prep_warps: int = 8
     scan_warps: int = 4
     states_warps: int = 8
-    pairs_warps: int = 8
+    pairs_warps: int = 4
     stages: int = 2
     states_stages: int = 2
-    pairs_stages: int = 2
+    pairs_stages: int = 1
 
 
 @tunable
