@@ -5,6 +5,7 @@ its halves halved, and so on: as in triangle.py, but every halving is one produc
 which a mask picks the pairs. Nothing is ever cut out of a value or joined, which Triton cannot do.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -201,10 +202,10 @@ def runs(form: Form, c: int) -> np.ndarray:
     return np.stack([[kind, kind.T] for kind in kinds])
 
 
-def _parts(x_cW: jax.Array) -> list[jax.Array]:
-    """Three numbers of 8 bits whose sum is `x_cW`, each bfloat16."""
+def _parts(x_cW: jax.Array, count: int) -> list[jax.Array]:
+    """Numbers of 8 bits whose sum is `x_cW` where there are three of them, each bfloat16."""
     parts = []
-    for _ in range(3):
+    for _ in range(count):
         # by bits: a compiler may take a conversion there and back for nothing
         high = lax.bitcast_convert_type(x_cW, jnp.int32) & jnp.int32(-(1 << 16))
         part = lax.bitcast_convert_type(high, jnp.float32)
@@ -214,8 +215,8 @@ def _parts(x_cW: jax.Array) -> list[jax.Array]:
 
 
 def _product(run_cc: jax.Array, parts: list[jax.Array]) -> jax.Array:
-    high, middle, low = (_gpu.dot(run_cc, part) for part in parts)
-    return high + (middle + low)
+    products = [_gpu.dot(run_cc, part) for part in reversed(parts)]
+    return functools.reduce(jnp.add, products)  # the smallest first
 
 
 class Sums:
@@ -227,16 +228,20 @@ class Sums:
 
     def __init__(self, refs: Refs, n: Any, g_cW: jax.Array):
         self._runs, self._zero = refs.runs_K2cc, refs.zero_S[n]
-        self._parts = _parts(g_cW)
+        self._parts = _parts(g_cW, 3)
 
     def over(self, kind: Any) -> jax.Array:
         """For each row the sum over its run of that kind."""
         run_cc = self._runs[kind + self._zero, 0]
         return _product(run_cc, self._parts)
 
-    def vjp(self, kind: Any, d_sums_cW: jax.Array) -> jax.Array:
-        """Gradient of the log decays from that of `over(kind)`."""
-        return _product(self._runs[kind + self._zero, 1], _parts(d_sums_cW))
+    def vjp(self, kind: Any, d_sums_cW: jax.Array, dtype: Any) -> jax.Array:
+        """Gradient of the log decays from that of `over(kind)`, for inputs of `dtype`.
+
+        With bfloat16, 16 bits: with 8, sums in which terms cancel would lose what is left.
+        """
+        count = 3 if dtype == jnp.float32 else 2
+        return _product(self._runs[kind + self._zero, 1], _parts(d_sums_cW, count))
 
     def pairs(self, c: int, level: Any, transposed: int, d_cc: jax.Array) -> jax.Array:
         """The part of a triangle, or of its transpose, that belongs to one level."""

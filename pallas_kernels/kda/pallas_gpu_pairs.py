@@ -108,21 +108,19 @@ def _levels(
         at = inside.channels_of(refs, n, W, level)
         q_cW, k_cW = inside.load_keys(refs, rows, at)
         to_row, to_column = inside.decays_of_pairs(form, sums, level)
-        q_cW, k_cW, write_cW = (
-            (a * decay).astype(dtype)
-            for a, decay in (
-                (q_cW, to_row), (k_cW, to_row), (rows.beta_c[:, None] * k_cW, to_column)
-            )
-        )  # fmt: skip
-        d_a, d_a_t, d_l, d_l_t = (
-            sums.pairs(c, level, i % 2, inside.later(refs, d, level))
-            for i, d in enumerate(so_far[4:])
-        )
-        dq, dk = _gpu.dot(d_a, write_cW), _gpu.dot(d_l, write_cW)
-        d_write = _gpu.dot(d_a_t, q_cW) + _gpu.dot(d_l_t, k_cW)
+        write_cW = (rows.beta_c[:, None] * k_cW * to_column).astype(dtype)
+        q_cW, k_cW = (q_cW * to_row).astype(dtype), (k_cW * to_row).astype(dtype)
+
+        def product(i, a_cW):
+            d_cc = sums.pairs(c, level, i % 2, inside.later(refs, so_far[4 + i], level))
+            return _gpu.dot(d_cc, a_cW)
+
+        dq, d_write = product(0, write_cW), product(1, q_cW)
+        dk, d_write = product(2, write_cW), d_write + product(3, k_cW)
         # where anchored a column is divided by its decay
         sign = inside.sign_of_columns(form, level)
-        dg = sums.vjp(inside.TO_BORDER + level, q_cW * dq + k_cW * dk + sign * (write_cW * d_write))
+        d_sums = q_cW * dq + k_cW * dk + sign * (write_cW * d_write)
+        dg = sums.vjp(inside.TO_BORDER + level, d_sums, dtype)
         added = (to_row * dq, to_row * dk, to_column * d_write, dg)
         return _Sum(*(a + b for a, b in zip(so_far_cW, added, strict=True)))
 

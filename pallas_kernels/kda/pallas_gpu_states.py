@@ -154,15 +154,15 @@ def _write_channels(
     outs: Partial, tiles: Tiles,
 ) -> jax.Array:  # fmt: skip
     """Writes the gradients of some channels; returns their share of the gradient of beta."""
-    g_cW = inside.load_log_decay(form, refs, rows, at)
+    g_cW, dtype = inside.load_log_decay(form, refs, rows, at), outs.q_BPNH.dtype
     sums = inside.Sums(refs, n, g_cW)
     decays = state_decays(refs, g_cW, sums)
     q_cW, k_cW = inside.load_keys(refs, rows, at)
     write_cW = rows.beta_c[:, None] * k_cW
     dq, dk = decays.from_start_cW * entering.q_cW, -decays.from_start_cW * entering.k_cW
     d_write = decays.to_end_cW * entering.write_cW
-    dg = sums.vjp(inside.FROM_START, q_cW * dq + k_cW * dk)
-    dg += sums.vjp(inside.TO_END, write_cW * d_write)
+    dg = sums.vjp(inside.FROM_START, q_cW * dq + k_cW * dk, dtype)
+    dg += sums.vjp(inside.TO_END, write_cW * d_write, dtype)
     dg += (decays.carry_W * entering.carry_W)[None, :]
     outs.log_decay_BPNH[:, at] = dg
     own_c1 = own_c[:, None]
