@@ -168,8 +168,9 @@ def log_decay_vjp(form: Form, gate_cW, rate, bias_1W, dg_cW) -> tuple[jax.Array,
     if form.lower_bound is None:
         slope = sigmoid(shifted)
         return -rate * slope * dg_cW, log_decay(form, gate_cW, rate, bias_1W) * dg_cW
-    opened = sigmoid(rate * shifted)
-    slope = form.lower_bound * rate * opened * (1 - opened) * dg_cW
+    # 1 - sigmoid(x) would lose all digits where the gate is nearly at its bound
+    opened, closed = sigmoid(rate * shifted), sigmoid(-rate * shifted)
+    slope = form.lower_bound * rate * opened * closed * dg_cW
     return slope, slope * shifted
 
 

@@ -71,7 +71,7 @@ def through_states(
             jax.ShapeDtypeStruct(x.beta_BPN.shape, jnp.float32),
             *[jax.ShapeDtypeStruct((G, C * c, c), dtype)] * 4,
         ],
-        warps=tiles.states_warps, stages=tiles.states_stages,
+        warps=tiles.states_warps, stages=tiles.stages,
     )(*x, errors_GPh, dv_BPNh, d_out_BPNh, entries_GCHh, d_exits_GCHh)  # fmt: skip
     return Partial(*outs)
 

@@ -17,8 +17,10 @@ quick = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_l
 quick_kernel = quick(kernel, static_argnames=("lower_bound", "return_transition"))
 
 # Relative root mean square against the recurrence in float32; for bfloat16 the limits that
-# flash-linear-attention tests with. Gradients of a_log and dt_bias are sums over a row in which
-# terms cancel: in bfloat16 these short rows leave too few to average, so they are not compared.
+# flash-linear-attention tests with. It has 3e-3 for a_log, with float16 inputs, whose rounding is
+# an eighth: here float32 arithmetic (`chunked`) differs by up to 4.5e-3 already, by the rounding of
+# the cotangent, so a_log gets the limit of the other gradients. It is one number a head, the sum
+# of terms of both signs: four heads, as one may be near 0 by chance.
 FLOAT32 = {"*": 2e-6, "d_gate": 1e-5, "d_a_log": 2e-5, "d_dt_bias": 1e-5}
 BFLOAT16 = {
     "*": 8e-3, "out0": 5e-3, "out1": 5e-3, "d_gate": 2e-2, "d_beta_logits": 2e-2,
@@ -67,9 +69,9 @@ RARE = {
 )  # fmt: skip
 def test_values_and_gradients(name, bound, dtype):
     case = dataclasses.replace((SIZES | RARE)[name], dtype=dtype)
-    errors = testing.compare(kernel, reference, make(case), lower_bound=bound)
     if dtype == "bfloat16":
-        errors = {n: e for n, e in errors.items() if n not in ("d_a_log", "d_dt_bias")}
+        case = dataclasses.replace(case, N=4 // ((case.Nv or case.N) // case.N), Nv=4)
+    errors = testing.compare(kernel, reference, make(case), lower_bound=bound)
     testing.assert_close(errors, FLOAT32 if dtype == "float32" else BFLOAT16)
 
 
@@ -86,12 +88,22 @@ def test_unfused(name):
     [(-20.0, None), pytest.param(-5.0, -5.0, marks=slow), pytest.param(-60.0, None, marks=slow)],
 )
 def test_steep_decays(log_decay, bound):
-    """Log decays of nearly the bound at every step, and of an unbounded gate far below it."""
+    """Against float64: log decays of nearly the bound everywhere, and of an unbounded gate.
+
+    Gradients of the gate are tiny, as decays are; they have to be right all the same.
+    """
     inputs = make(specs.Case(1, 70, 1, 16, 16, initial_state=True))
     inputs["a_log"], inputs["dt_bias"] = jnp.zeros(1), jnp.zeros((1, 16))
     inputs["gate"] = jnp.full_like(inputs["gate"], 12.0 if bound else -log_decay)
-    errors = testing.compare(kernel, reference, inputs, lower_bound=bound, floor=1e-6)
-    assert all(e <= 2e-5 for n, e in errors.items() if "gate" not in n and "a_log" not in n), errors
+    with jax.enable_x64(True):
+        exact = {n: a if a is None else jnp.asarray(np.asarray(a, np.float64))
+                 for n, a in inputs.items()}  # fmt: skip
+        wanted, wanted_grads = testing.output_and_vjp(reference, exact, lower_bound=bound)
+    got, grads = testing.output_and_vjp(kernel, inputs, lower_bound=bound)
+    errors = {f"out{i}": testing.relative_rms(*both)
+              for i, both in enumerate(zip(got, wanted, strict=True))}  # fmt: skip
+    errors |= {n: testing.relative_rms(grads[n], d) for n, d in wanted_grads.items()}
+    testing.assert_close(errors, 2e-5)
 
 
 @pytest.mark.parametrize("noise", [0.3, pytest.param(0.0, marks=slow)])
@@ -107,24 +119,28 @@ def test_similar_keys(noise):
 
 def test_the_future_and_padding_leave_bits_and_real_positions_alone():
     inputs = make(specs.Case(1, 130, 1, 16, 16, documents=(70, 40)))
+    tokens = ("q", "k", "v", "gate", "beta_logits")
 
+    @quick
     def prefix(inputs, upto):
+        """Gradients of a loss of the first `upto` positions, and their outputs, 0 behind them."""
+
         def loss(floats):
             out, _ = kernel(**floats, segment_ids=inputs["segment_ids"], lower_bound=-5.0)
-            return jnp.sum(jnp.sin(out[:, :upto].astype(jnp.float32))), out[:, :upto]
+            out = jnp.where(jnp.arange(130)[:, None, None] < upto, out, 0)
+            return jnp.sum(jnp.sin(out)), out
 
         floats = {n: a for n, a in inputs.items() if n not in ("segment_ids", "initial_state")}
-        return quick(jax.grad(loss, has_aux=True))(floats)
+        return jax.grad(loss, has_aux=True)(floats)
 
     def changed(cut, by):
-        tokens = ("q", "k", "v", "gate", "beta_logits")
         return {n: a.at[:, cut:].set(by(a[:, cut:])) if n in tokens else a
                 for n, a in inputs.items()}  # fmt: skip
 
     grads, out = prefix(inputs, 77)
     later_grads, later = prefix(changed(77, lambda a: 0.5 * a + 1), 77)
     np.testing.assert_array_equal(out, later)
-    for name in ("q", "k", "v", "gate", "beta_logits"):
+    for name in tokens:
         np.testing.assert_array_equal(grads[name][:, :77], later_grads[name][:, :77], err_msg=name)
     _, clean = prefix(inputs, 110)
     poisoned_grads, poisoned = prefix(changed(110, lambda a: jnp.full_like(a, jnp.nan)), 110)
@@ -140,6 +156,53 @@ def test_transition():
     wanted = quick(reference, static_argnames=tuple(options))(**inputs, **options)
     for a, b in zip(got, wanted, strict=True):
         assert testing.relative_rms(a, b) < 2e-6
+
+
+def output_and_gradients(inputs):
+    """Of a scalar that depends on every output, by `kernel` and jax.grad."""
+    floats = {n: inputs[n] for n in ("q", "k", "v", "gate", "beta_logits", "initial_state")}
+
+    def loss(floats):
+        rest = {n: a for n, a in inputs.items() if n not in floats}
+        out, state = kernel(**floats, **rest, lower_bound=-5.0)
+        return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(state)), (out, state)
+
+    grads, outputs = jax.grad(loss, has_aux=True)(floats)
+    return outputs, grads
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Two rows, their outputs and gradients."""
+    inputs = make(specs.Case(2, 66, 1, 16, 16, documents=(30, 20), initial_state=True))
+    return inputs, quick(output_and_gradients)(inputs)
+
+
+def split(inputs, of_rows, of_weights):
+    return {n: of_weights if n in ("a_log", "dt_bias") else of_rows for n in inputs}
+
+
+@slow
+def test_vmap(rows):
+    inputs, wanted = rows
+    weights = ("a_log", "dt_bias")
+    mapped = {n: a if n in weights else a[:, None] for n, a in inputs.items()}
+    got = quick(jax.vmap(output_and_gradients, in_axes=(split(inputs, 0, None),)))(mapped)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert testing.relative_rms(a[:, 0], b) < 1e-6
+
+
+@slow
+def test_shard_map(rows):
+    inputs, wanted = rows
+    mesh = jax.make_mesh((2,), ("rows",))
+    here, everywhere = jax.P("rows"), jax.P()
+    sharded = jax.shard_map(
+        output_and_gradients, mesh=mesh, in_specs=(split(inputs, here, everywhere),),
+        out_specs=here, check_vma=False,
+    )  # fmt: skip
+    for a, b in zip(jax.tree.leaves(quick(sharded)(inputs)), jax.tree.leaves(wanted), strict=True):
+        assert testing.relative_rms(a, b) < 1e-6
 
 
 def test_refusals():
