@@ -71,12 +71,6 @@ def store(ref: Any, value: jax.Array, mask: jax.Array | None = None) -> None:
     pltriton.store(ref, value.astype(ref.dtype), mask=mask)
 
 
-def barrier() -> None:
-    """Waits for all threads of the program: what any has written to memory, all can read then."""
-    if not interpreted():
-        pltriton.debug_barrier()
-
-
 def dot(
     a: jax.Array, b: jax.Array, *, trans_a: bool = False, trans_b: bool = False,
     exact: bool = False, nearly_exact: bool = False,
