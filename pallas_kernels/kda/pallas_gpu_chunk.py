@@ -1,4 +1,4 @@
-"""What the GPU kernels compute inside one chunk: its inputs, sums of log decays, pairs, inverse.
+"""What all GPU kernels compute inside one chunk: its inputs, sums of log decays, decays of pairs.
 
 A chunk is c rows. Pairs of rows i > j are handled where they are parted when the chunk is halved,
 its halves halved, and so on: as in triangle.py, but every halving is one product of all c rows, of
@@ -261,70 +261,9 @@ def decays_of_pairs(form: Form, sums: Sums, level: Any) -> tuple[jax.Array, jax.
 
 def sign_of_columns(form: Form, level: Any) -> Any:
     """-1 where the decay of a row divides its column, at anchored blocks, else 1."""
-    return (1 - 2 * _is_block(level)).astype(jnp.float32) if form.anchored else 1.0
+    return (1 - 2 * is_block(level)).astype(jnp.float32) if form.anchored else 1.0
 
 
-def _is_block(level: Any) -> jax.Array:
+def is_block(level: Any) -> jax.Array:
     """1 for the first level where blocks are anchored, else 0; Triton selects no numbers."""
     return jnp.maximum(_BLOCK_LEVEL - jnp.int32(level), 0)
-
-
-def pairs(form: Form, c: int, level: Any) -> jax.Array:
-    """Pairs i > j of one run of 2^(level + 1) rows: all of a block, else those in both its halves.
-
-    `level` is no constant in a kernel, lest a mask for each stay in registers.
-    """
-    i, j = iotas(c)
-    bits = jnp.left_shift(1, level)
-    if form.anchored:
-        bits = bits | -_is_block(level)
-    return ((i >> (level + 1)) == (j >> (level + 1))) & ((i & bits) > (j & bits))
-
-
-def triangles(form: Form, refs: Refs, x: Rows, W: int, dtype: Any) -> tuple[jax.Array, ...]:
-    """Decayed products of q, i >= j, and of k, i > j, with written keys, inside documents."""
-    c, H = refs.q_cH.shape
-
-    def channels(n, so_far):
-        *products, own_c = so_far
-        sums = Sums(refs, n, load_log_decay(form, refs, x, channels_of(refs, n, W)))
-
-        def add(level, so_far):
-            q_cW, k_cW = load_keys(refs, x, channels_of(refs, n, W, level))
-            to_row, to_column = decays_of_pairs(form, sums, level)
-            columns = (x.beta_c[:, None] * k_cW * to_column).astype(dtype)
-            which = pairs(form, c, level)
-            more = (
-                _gpu.dot((a * to_row).astype(dtype), columns, trans_b=True) for a in (q_cW, k_cW)
-            )
-            return tuple(b + jnp.where(which, a, 0) for a, b in zip(more, so_far, strict=True))
-
-        levels = form.levels(c)
-        products = lax.fori_loop(levels.start, levels.stop, add, tuple(products))
-        q_cW, k_cW = load_keys(refs, x, channels_of(refs, n, W))
-        return *products, own_c + x.beta_c * jnp.sum(q_cW * k_cW, axis=1)
-
-    square = jnp.zeros((c, c), jnp.float32)
-    nothing = (square, square, jnp.zeros((c,), jnp.float32))
-    *products, own_c = lax.fori_loop(0, H // W, channels, nothing)
-    scores_cc, strict_cc = (in_one_document(refs, a) for a in products)
-    i, j = iotas(c)
-    return jnp.where(i == j, own_c[:, None], scores_cc), strict_cc
-
-
-def unit_inverse(strict_cc: jax.Array, exact: bool) -> jax.Array:
-    """(I + a strictly lower triangle)^-1, by joining the inverses of halves.
-
-    With X the inverses on the diagonal and P what lies between two halves, X - X P X is the next.
-    No power of the triangle is formed: those reach 5e17 where keys are alike, and X stays below 1.
-    """
-    c = strict_cc.shape[0]
-    precise = {"exact": True} if exact else {"nearly_exact": True}
-    i, j = iotas(c)
-
-    def join(level, inverse):
-        halves = ((i >> (level + 1)) == (j >> (level + 1))) & ((i >> level) > (j >> level))
-        between = jnp.where(halves, strict_cc, 0)
-        return inverse - _gpu.dot(inverse, _gpu.dot(between, inverse, **precise), **precise)
-
-    return lax.fori_loop(0, c.bit_length() - 1, join, jnp.where(i == j, 1.0, 0.0))

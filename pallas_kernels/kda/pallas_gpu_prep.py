@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import _gpu
 from pallas_kernels.kda import pallas_gpu_chunk as inside
 from pallas_kernels.kda.pallas_gpu_chunk import Form, Refs
+from pallas_kernels.kda.pallas_gpu_triangles import triangles, unit_inverse
 from pallas_kernels.kda.tiles import Tiles
 
 
@@ -107,9 +108,9 @@ def prepare(form: Form, x: Inputs, tiles: Tiles) -> tuple[Prepared, jax.Array]:
 
 def _prepare(form: Form, tiles: Tiles, dtype: Any, refs: Refs, outs: Prepared, errors_ref: Any):
     rows = inside.load_rows(form, refs)
-    scores_cc, strict_cc = inside.triangles(form, refs, rows, tiles.prep_channels, dtype)
+    scores_cc, strict_cc = triangles(form, refs, rows, tiles.prep_channels, dtype)
     outs.scores_GPc[...] = scores_cc.astype(dtype)
-    inverse_cc = inside.unit_inverse(strict_cc, exact=dtype == jnp.float32).astype(dtype)
+    inverse_cc = unit_inverse(strict_cc, exact=dtype == jnp.float32).astype(dtype)
     outs.inverse_GPc[...] = inverse_cc
 
     def channels(n, _):
