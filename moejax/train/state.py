@@ -107,14 +107,20 @@ def init_state(
 def as_tree(state: TrainState, seed: int) -> dict:
     """The state as a checkpoint stores it: plain dicts, with the run's random key beside it."""
     key = np.asarray(jax.random.key_data(jax.random.key(seed)))
-    everywhere = state.step.sharding  # several processes write no array that only one of them has
     return {
         "params": state.params,
         "opt_state": state.opt_state,
         "balance": state.balance,
         "step": state.step,
-        "rng": jax.make_array_from_callback(key.shape, everywhere, lambda index: key[index]),
+        "rng": _placed_like(state.step, key),
     }
+
+
+def _placed_like(step: Any, key: np.ndarray) -> Any:
+    """The key where the step's number is: processes together write no array that one alone has."""
+    if not isinstance(step, jax.Array):
+        return key
+    return jax.make_array_from_callback(key.shape, step.sharding, lambda index: key[index])
 
 
 def saved_part(program: Program, tree: dict) -> dict:

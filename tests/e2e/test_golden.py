@@ -37,11 +37,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, compile_cache: Path) -> dict:
     return record.curve(workdir)
 
 
+@pytest.mark.slow
 def test_tiny_starts_where_width_and_vocabulary_say(tiny):
     """Logits of a random head on RMS 1 states have variance D std^2: loss = ln V + D std^2 / 2."""
     assert tiny["losses"][0] == pytest.approx(math.log(512) + 64 * 0.02**2 / 2, rel=0.01)
 
 
+@pytest.mark.slow
 def test_tiny_learns_as_recorded(tiny):
     """To 1e-3 where the library is the recorded one; anywhere it learns from the first steps on."""
     assert len(tiny["losses"]) == record.FIRST_STEPS
