@@ -96,7 +96,8 @@ class Supervisor:
         if self.logs is None:
             return None
         self.logs.mkdir(parents=True, exist_ok=True)
-        return open(self.logs / f"process-{number:05d}.log", "w", buffering=1)
+        # behind what is there: a restart must not take away why it was needed
+        return open(self.logs / f"process-{number:05d}.log", "a", buffering=1)
 
     def _watch(self) -> int:
         """Until all have ended; when one fails, the others are asked to, then made to."""

@@ -74,6 +74,12 @@ def test_lines_of_the_others_carry_their_number(tmp_path, capfd):
     assert sorted(kept) == ["err 1", "out 1"]
 
 
+def test_a_second_job_writes_behind_the_logs_of_the_first(tmp_path):
+    for word in ("first", "second"):
+        assert _run(f"print({word!r})", processes=1, logs=tmp_path)[0] == 0
+    assert (tmp_path / "process-00000.log").read_text().split() == ["first", "second"]
+
+
 def test_a_signal_reaches_all_and_is_waited_for(tmp_path):
     body = """
     import pathlib
