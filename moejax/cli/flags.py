@@ -7,11 +7,13 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
 from moejax.cluster import join
+from moejax.cluster.place import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from moejax.config import ConfigError, RunConfig, flat_names, nearest
 from moejax.config.load import load_config, shipped_names
 
@@ -129,6 +131,12 @@ def add_devices(parser: Parser) -> None:
         help="join the other processes of the run, which `moejax launch`, SLURM, Open MPI, "
         "Kubernetes or a TPU pod has started",
     )
+    group.add_argument(
+        "--coordinator", metavar="HOST:PORT",
+        help="with the next two, the place in the run by hand: where process 0 listens",
+    )  # fmt: skip
+    group.add_argument("--num-processes", type=positive, metavar="N", help="how many there are")
+    group.add_argument("--process-id", metavar="I", help="which one this is, from 0")
 
 
 def positive(text: str) -> int:
@@ -164,8 +172,10 @@ def start_devices(options: argparse.Namespace) -> int:
         os.environ["JAX_PLATFORMS"] = {"gpu": "cuda"}.get(platform, platform)
     import jax  # only now: it reads both variables once
 
-    if options.multihost:
-        join()
+    if _place_by_hand(options) or options.multihost:
+        found = join()
+        if is_first_process():
+            print(f"{jax.process_count()} processes by {found.by}: {found.why}", file=sys.stderr)
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:
@@ -178,6 +188,19 @@ def start_devices(options: argparse.Namespace) -> int:
             f"--platform={platform} comes too late: JAX runs on {devices[0].platform} already."
         )
     return len(devices)
+
+
+def _place_by_hand(options: argparse.Namespace) -> bool:
+    """Takes the place that options name, over what the environment says. Returns if they do."""
+    names = {
+        "coordinator": COORDINATOR, "num_processes": NUM_PROCESSES, "process_id": PROCESS_ID,
+    }  # fmt: skip
+    given = {env: vars(options).get(name) for name, env in names.items()}
+    if all(value is None for value in given.values()):
+        return False
+    for env, value in given.items():
+        os.environ[env] = "" if value is None else str(value)
+    return True
 
 
 def _no_devices(error: BaseException) -> str:

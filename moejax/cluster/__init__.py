@@ -1,6 +1,8 @@
 """Processes that make one run together: finding the others, starting and watching them."""
 
-from moejax.cluster.join import Membership, join, meet, membership
+from moejax.cluster.detect import Detected, detect
+from moejax.cluster.join import join, meet
 from moejax.cluster.local import Supervisor
+from moejax.cluster.place import Membership, membership
 
-__all__ = ["Membership", "Supervisor", "join", "meet", "membership"]
+__all__ = ["Detected", "Membership", "Supervisor", "detect", "join", "meet", "membership"]

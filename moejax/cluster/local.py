@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
-from moejax.cluster.join import Membership
+from moejax.cluster.place import Membership
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.05
