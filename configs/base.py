@@ -301,6 +301,12 @@ def get_config() -> ConfigDict:
     c.data.seq_len = 512
     # rows in an optimizer step, over all devices and microbatches [>= 1]
     c.data.batch_size = 16
+    # patches of images that a row has room for, a multiple of 4; 0 = rows without images [>= 0]
+    c.data.image_patches = 0
+    # how an image stands in a text: as in the family's prompts, or its features alone; auto: as in
+    # Kimi-K3's where the tokenizer has its media tokens, else alone [one of 'auto', 'kimi_k3',
+    # 'kimi_k25', 'kimi_vl', 'bare']
+    c.data.image_style = "auto"
     # processes that prepare batches ahead; 0 = threads only [>= 0 and <= 64]
     c.data.num_workers = 0
     # batches prepared ahead [>= 1]

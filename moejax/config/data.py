@@ -7,10 +7,14 @@ import re
 from typing import Any
 
 from moejax.config.fields import ConfigError, Section, section_entries, setting
+from moejax.config.vision import MERGE
+
+GROUP = MERGE * MERGE  # patches that become one token
 
 SOURCES = (
     "stdlib", "files", "chat", "synthetic", "parquet", "hf_dataset", "array_record", "cache",
 )  # fmt: skip
+IMAGE_STYLES = ("auto", "kimi_k3", "kimi_k25", "kimi_vl", "bare")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,12 +76,20 @@ class DataConfig(SourceFields):
     bpe_vocab_size: int = setting(512, ge=258)
     seq_len: int = setting(512, ge=2)
     batch_size: int = setting(16, ge=1)
+    image_patches: int = setting(0, ge=0)
+    image_style: str = setting("auto", choices=IMAGE_STYLES)
     num_workers: int = setting(0, ge=0, le=64)
     prefetch: int = setting(4, ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "mixture", _named("data.mixture", self.mixture))
+        if self.image_patches % GROUP:
+            up = self.image_patches + -self.image_patches % GROUP
+            raise ConfigError(
+                f"data.image_patches={self.image_patches} is no multiple of {GROUP}: so many "
+                f"patches become one token. Use {up - GROUP} or {up}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

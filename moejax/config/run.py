@@ -65,6 +65,7 @@ class RunConfig(Section):
         _check_batch(self, sizes)
         _check_vocabulary(self)
         _check_trainable(self)
+        _check_images(self)
         return sizes
 
 
@@ -118,6 +119,15 @@ def _check_batch(run: RunConfig, sizes: dict[str, int]) -> None:
     eval_rows = run.eval.batch_size or rows
     if eval_rows % ways:
         raise ConfigError(f"eval.batch_size={eval_rows} does not divide over {ways} batch shards.")
+
+
+def _check_images(run: RunConfig) -> None:
+    """Rows with images need a tower."""
+    if run.data.image_patches and not run.model.vision.num_layers:
+        raise ConfigError(
+            f"data.image_patches={run.data.image_patches} has no effect: the model has no vision "
+            "tower. Set model.vision.num_layers, or data.image_patches=0."
+        )
 
 
 def _check_trainable(run: RunConfig) -> None:

@@ -19,7 +19,7 @@ from moejax.layers.moe.placement import Spread
 from moejax.layers.norm import RmsNorm
 from moejax.layers.param import use
 from moejax.layers.quantised import as_bytes, dequantised
-from moejax.layers.vision.images import Images, place_features
+from moejax.layers.vision.images import Images, RowImages, with_features
 from moejax.layers.vision.tower import VisionTower
 from moejax.memory.layer_loop import Loop, run_layers, scan_layers
 from moejax.models.block import DecoderLayer, Residual, num_sources, start_residual
@@ -189,7 +189,7 @@ class Decoder(nnx.Module):
     def __call__(
         self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None, *,
         dtype: Any = jnp.float32, remat: str = "none", dropout_key: jax.Array | None = None,
-        pinned_XBTA: jax.Array | None = None, images: Images | None = None,
+        pinned_XBTA: jax.Array | None = None, images: Images | RowImages | None = None,
     ) -> tuple[jax.Array, Aux]:  # fmt: skip
         """Hidden states after the final norm.
 
@@ -251,12 +251,16 @@ class Decoder(nnx.Module):
         return self.logits(hidden_BTD)[:, 0], cache
 
     def _start(
-        self, tokens_BT: jax.Array, dtype: Any, images: Images | None = None, remat: str = "none"
+        self,
+        tokens_BT: jax.Array,
+        dtype: Any,
+        images: Images | RowImages | None = None,
+        remat: str = "none",
     ) -> Residual:
         x_BTD = self.embed(tokens_BT, dtype)
         if images is not None:
             features = self.vision(images.patches, dtype=dtype, remat=remat)
-            x_BTD = place_features(x_BTD, features, images.feature_at)
+            x_BTD = with_features(x_BTD, features, images)
         x_BTD = constrain(x_BTD, ("batch", "seq", "embed"))
         return start_residual(x_BTD, num_sources(self.cfg.num_layers, self.cfg.attn_res_block))
 

@@ -24,14 +24,12 @@ class EvalResult(NamedTuple):
 def put_batch(
     program: Program, batch: dict[str, np.ndarray], microbatches: int
 ) -> dict[str, jax.Array]:
-    """A host batch [rows, T] on the mesh as [microbatches, rows/microbatches, T]."""
+    """A host batch [rows, ...] on the mesh as [microbatches, rows/microbatches, ...]."""
     where = batch_sharding(program)
 
     def put(array: np.ndarray) -> jax.Array:
-        rows, T = array.shape
-        return jax.make_array_from_process_local_data(
-            where, array.reshape(microbatches, rows // microbatches, T)
-        )
+        shape = microbatches, len(array) // microbatches, *array.shape[1:]
+        return jax.make_array_from_process_local_data(where, array.reshape(shape))
 
     return {name: put(array) for name, array in batch.items()}
 

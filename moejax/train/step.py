@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from moejax.layers.moe.balance import new_bias
+from moejax.layers.vision.images import images_of
 from moejax.models.decoder import by_layer
 from moejax.models.parts import zeros_like_abstract
 from moejax.optim import clip_key, clip_query, global_norm, make_schedule, qk_clip_factors
@@ -24,7 +25,8 @@ from moejax.train.trainable import merge, split
 from pallas_kernels.choose import preferring
 from pallas_kernels.linear_xent import linear_xent
 
-Batch = dict[str, jax.Array]  # tokens, labels, segment_ids: int32 [microbatches, B, T]
+# tokens, labels, segment_ids: int32 [microbatches, B, T]; and buffers of images, see `images_of`
+Batch = dict[str, jax.Array]
 
 
 def _with_kernels(step: Callable) -> Callable:
@@ -72,7 +74,7 @@ def _forward(
     model = program.parts.bind(params, balance)
     hidden_BTD, aux = model(
         micro["tokens"], micro["segment_ids"], dtype=jnp.dtype(cfg.compute_dtype),
-        remat=cfg.remat if training else "none", dropout_key=key,
+        remat=cfg.remat if training else "none", dropout_key=key, images=images_of(micro),
     )  # fmt: skip
     return token_loss(program, model, hidden_BTD, micro["labels"]), aux
 

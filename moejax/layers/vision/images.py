@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +45,59 @@ class Images(NamedTuple):
 
     patches: Patches
     feature_at: Any
+
+
+class RowImages(NamedTuple):
+    """Patches where every row of the text has a buffer of its own, and lies with it.
+
+    What training uses: no feature leaves its device.
+
+    Attributes:
+      patches: as many buffers as rows.
+      feature_at: int32, one for each token of the text: which of the Z/4 features of its row's
+        buffer it is, -1 = none: an ordinary token.
+    """
+
+    patches: Patches
+    feature_at: Any
+
+
+def images_of(batch: Mapping[str, Any]) -> RowImages | None:
+    """The images of a batch, None in one that has no buffers for them.
+
+    Args:
+      batch: of rows: `pixels`, `image_ids` and `places` as in `Patches`, and `feature_at`.
+    """
+    if "feature_at" not in batch:
+        return None
+    patches = Patches(batch["pixels"], batch["image_ids"], batch["places"])
+    return RowImages(patches, batch["feature_at"])
+
+
+def with_features(
+    x_BTD: jax.Array, features_BzD: jax.Array, images: Images | RowImages
+) -> jax.Array:
+    """Embeddings with the features of images in their places."""
+    place = place_own_features if isinstance(images, RowImages) else place_features
+    return place(x_BTD, features_BzD, images.feature_at)
+
+
+def place_own_features(
+    x_BTD: jax.Array, features_BzD: jax.Array, feature_at_BT: jax.Array
+) -> jax.Array:
+    """`place_features` of rows that have their images with them: each device has what it needs.
+
+    Args:
+      x_BTD: embeddings of all tokens.
+      features_BzD: features of the rows' buffers.
+      feature_at_BT: int32 number of the feature in the row's buffer, -1 = keep the embedding.
+    """
+
+    def local(x_BTD, features_BzD, at_BT):
+        own_BTD = jnp.take_along_axis(features_BzD, jnp.maximum(at_BT, 0)[..., None], 1)
+        return jnp.where(at_BT[..., None] >= 0, own_BTD, x_BTD)
+
+    return batch_local(local, (0, 0, 0))(x_BTD, features_BzD, feature_at_BT)
 
 
 def place_features(
