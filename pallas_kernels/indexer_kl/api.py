@@ -1,5 +1,6 @@
 """Public function: checks, defaults, choice of implementation."""
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import blocks, choose
@@ -27,6 +28,8 @@ def indexer_kl(
     scale: float,
     indices: Int[Array, "B T J"] | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
+    kv_segment_ids: Int[Array, "B S"] | None = None,
+    q_offset: int | Int[Array, ""] = 0,
     impl: str | None = None,
 ) -> Float[Array, "B T"]:
     """KL(p_t || softmax(I_t)) of each query, the loss that trains the lightning indexer.
@@ -43,13 +46,16 @@ def indexer_kl(
       lse: float32, of the main attention over the same keys.
       scale: the main attention's factor on its scores.
       indices: the chosen keys, distinct for a query, -1 for an empty slot; None = all visible keys.
-      segment_ids: document of each position, 0 = padding; all 1 if None. With `indices`, which
+      segment_ids: document of each query, 0 = padding; all 1 if None. With `indices`, which
         respect documents already, only padding queries are taken from it.
+      kv_segment_ids: document of each key; `segment_ids` if None (then S must equal T). Unused with
+        `indices`, as is `q_offset`.
+      q_offset: position of the first query among the keys.
       impl: "pallas_gpu", "pallas_tpu", "chunked", "ref", "pallas", or None to choose.
     Returns:
       float32 [B, T], at least 0 up to rounding. Differentiable once.
     Raises:
-      ValueError: shapes or dtypes disagree, or S differs from T in the dense stage.
+      ValueError: shapes or dtypes disagree.
       NotImplementedError: `impl` was named and cannot run these arguments.
     Source: DeepSeek-V3.2, arXiv:2512.02556, section 2.1.1.
     """
@@ -65,12 +71,13 @@ def indexer_kl(
     batch, queries = sizes["B"], sizes["T"]
     if indices is not None:
         blocks.check_indices("indexer_kl", indices, batch, queries)
-    elif sizes["S"] != queries:
-        raise ValueError(
-            f"indexer_kl: {queries} queries and {sizes['S']} keys; without indices they must be "
-            f"the same positions. Give indices, or all keys and queries."
+        seg_q = blocks.check_segments("indexer_kl", "segment_ids", segment_ids, (batch, queries))
+        seg_k = None
+    else:
+        seg_q, seg_k = blocks.check_both_segments(
+            "indexer_kl", segment_ids, kv_segment_ids, batch, queries, sizes["S"]
         )
-    seg = blocks.check_segments("indexer_kl", "segment_ids", segment_ids, (batch, queries))
     names = choose.candidates(_IMPLS, _ORDER, impl)
-    args = (q_idx, k_idx, w_idx, *main.values(), lse, indices, seg)
+    places = (seg_q, seg_k, jnp.asarray(q_offset, jnp.int32))
+    args = (q_idx, k_idx, w_idx, *main.values(), lse, indices, places)
     return choose.first_that_runs(_IMPLS, names, *args, scale=scale)

@@ -34,14 +34,14 @@ class _Block:
 
     def __init__(self, blocks, start, keys, scale, sparse):
         self.q_idx, self.w_idx, q_main, lse_BtN, seg_Bt, *chosen = blocks
-        k_idx, rows, seg_BS = keys
+        k_idx, rows, (_, seg_BS, q_offset) = keys
         if sparse:
             self.indices = chosen[0]
             self.k_idx, rows = take_rows(k_idx, self.indices), take_rows(rows, self.indices)
             mask_Btx = (self.indices >= 0) & (seg_Bt > 0)[..., None]
         else:
             self.k_idx = k_idx
-            pos_t = start + jnp.arange(seg_Bt.shape[1], dtype=jnp.int32)
+            pos_t = q_offset + start + jnp.arange(seg_Bt.shape[1], dtype=jnp.int32)
             pos_S = jnp.arange(k_idx.shape[1], dtype=jnp.int32)
             mask_Btx = visible(seg_Bt, seg_BS, pos_t, pos_S)
         spec = "BtNK,BtxK->BtNx" if sparse else "BtNK,BxK->BtNx"
@@ -52,9 +52,9 @@ class _Block:
         self.distributions = Distributions.of(summed_Btx, scores_Btx, mask_Btx)
 
 
-def _inputs(q_idx, w_idx, q_main, lse, segment_ids, indices):
+def _inputs(q_idx, w_idx, q_main, lse, seg_BT, indices):
     """What is cut into query blocks; the chosen indices only where there are some."""
-    xs = (q_idx, w_idx, q_main, lse, segment_ids)
+    xs = (q_idx, w_idx, q_main, lse, seg_BT)
     return xs if indices is None else (*xs, indices)
 
 
@@ -68,14 +68,14 @@ def _num_keys(k_idx, indices):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
-def _kl(q_idx, k_idx, w_idx, q_main, rows, lse, indices, segment_ids, scale):
-    keys = (k_idx, rows, segment_ids)
+def _kl(q_idx, k_idx, w_idx, q_main, rows, lse, indices, places, scale):
+    keys = (k_idx, rows, places)
 
     def query_block(carry, start, blocks):
         block = _Block(blocks, start, keys, scale, indices is not None)
         return carry, (block.distributions.kl(),)
 
-    xs = _inputs(q_idx, w_idx, q_main, lse, segment_ids, indices)
+    xs = _inputs(q_idx, w_idx, q_main, lse, places[0], indices)
     limit = _block_limit(q_idx, q_main, _num_keys(k_idx, indices))
     return scan_queries(query_block, None, xs, limit)[1][0]
 
@@ -85,11 +85,11 @@ def _kl_fwd(*args):
 
 
 def _kl_bwd(scale, residuals, dkl_BT):
-    q_idx, k_idx, w_idx, q_main, rows, lse, indices, segment_ids = residuals
+    q_idx, k_idx, w_idx, q_main, rows, lse, indices, places = residuals
     dtype, low = accum_dtype(q_idx), q_idx.dtype
     U, u = q_idx.shape[2:]
     factor, sparse = weight_factor(U, u), indices is not None
-    keys = (k_idx, rows, segment_ids)
+    keys = (k_idx, rows, places)
 
     def query_block(dk_BSu, start, blocks):
         block = _Block(blocks[1:], start, keys, scale, sparse)
@@ -107,7 +107,7 @@ def _kl_bwd(scale, residuals, dkl_BT):
             dk_BSu += _dot("BtUx,BtUu->Bxu", ddots_BtUx, block.q_idx, dtype)
         return dk_BSu, (dq_BtUu, dw_BtU.astype(w_idx.dtype))
 
-    xs = (dkl_BT, *_inputs(q_idx, w_idx, q_main, lse, segment_ids, indices))
+    xs = (dkl_BT, *_inputs(q_idx, w_idx, q_main, lse, places[0], indices))
     limit = _block_limit(q_idx, q_main, _num_keys(k_idx, indices))
     dk, (dq, dw) = scan_queries(query_block, jnp.zeros(k_idx.shape, dtype), xs, limit)
     return dq, dk.astype(k_idx.dtype), dw, None, None, None, None, None
@@ -117,10 +117,10 @@ _kl.defvjp(_kl_fwd, _kl_bwd)
 
 
 def indexer_kl(
-    q_idx, k_idx, w_idx, q_latent, q_rope, latent, k_rope, lse, indices, segment_ids, *, scale
+    q_idx, k_idx, w_idx, q_latent, q_rope, latent, k_rope, lse, indices, places, *, scale
 ):
     """See api.py."""
     main = lax.stop_gradient((q_latent, q_rope, latent, k_rope, lse))
     q_main = jnp.concatenate(main[:2], axis=-1)
     rows = jnp.concatenate(main[2:4], axis=-1)
-    return _kl(q_idx, k_idx, w_idx, q_main, rows, main[4], indices, segment_ids, scale)
+    return _kl(q_idx, k_idx, w_idx, q_main, rows, main[4], indices, places, scale)

@@ -13,7 +13,7 @@ _MAX_HEADS = 128
 
 
 def indexer_kl(
-    q_idx, k_idx, w_idx, q_latent, q_rope, latent, k_rope, lse, indices, segment_ids, *, scale
+    q_idx, k_idx, w_idx, q_latent, q_rope, latent, k_rope, lse, indices, places, *, scale
 ):
     """See api.py."""
     for x in (q_idx, latent):
@@ -26,14 +26,14 @@ def indexer_kl(
     if q_idx.shape[2] > _MAX_HEADS:
         raise NotImplementedError(f"{q_idx.shape[2]} indexer heads are more than {_MAX_HEADS}")
     if indices is not None:
-        indices = jnp.where((segment_ids > 0)[..., None], indices.astype(jnp.int32), -1)
+        indices = jnp.where((places[0] > 0)[..., None], indices.astype(jnp.int32), -1)
     # parts of width 0 take no product
     parts = [(q, rows) for q, rows in ((q_latent, latent), (q_rope, k_rope)) if rows.shape[-1]]
     main = lax.stop_gradient(tuple(zip(*parts, strict=True)))
     itemsize = max(q_idx.dtype.itemsize, latent.dtype.itemsize)
     kernels = _kernels(float(scale), indices is not None, tiles_for(itemsize))
     index, lse = (q_idx, k_idx, w_idx), lax.stop_gradient(lse.astype(jnp.float32))
-    return blockwise.kl(kernels, index, main, lse, indices, segment_ids)
+    return blockwise.kl(kernels, index, main, lse, indices, places)
 
 
 @functools.cache  # one object for the same settings, so that JAX traces once

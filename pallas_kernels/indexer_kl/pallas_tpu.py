@@ -25,7 +25,7 @@ _VMEM_BYTES = 48 << 20
 
 
 def indexer_kl(
-    q_idx, k_idx, w_idx, q_latent, q_rope, latent, k_rope, lse, indices, segment_ids, *, scale
+    q_idx, k_idx, w_idx, q_latent, q_rope, latent, k_rope, lse, indices, places, *, scale
 ):
     """See api.py."""
     if indices is not None:
@@ -39,7 +39,7 @@ def indexer_kl(
     parts = [(q, rows) for q, rows in ((q_latent, latent), (q_rope, k_rope)) if rows.shape[-1]]
     main: Any = tuple(zip(*parts, strict=True))
     main, lse = lax.stop_gradient((main, lse.astype(jnp.float32)))
-    return blockwise.kl(_kernels(float(scale)), (q_idx, k_idx, w_idx), main, lse, None, segment_ids)
+    return blockwise.kl(_kernels(float(scale)), (q_idx, k_idx, w_idx), main, lse, None, places)
 
 
 @functools.cache  # one object for the same settings, so that JAX traces once

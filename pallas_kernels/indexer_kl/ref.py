@@ -8,15 +8,16 @@ from pallas_kernels.blocks import accum_dtype, visible
 
 
 def indexer_kl(
-    q_idx, k_idx, w_idx, q_latent, q_rope, latent, k_rope, lse, indices, segment_ids, *, scale
+    q_idx, k_idx, w_idx, q_latent, q_rope, latent, k_rope, lse, indices, places, *, scale
 ):
     """KL [B, T]; differentiable by autodiff in the indexer's three inputs."""
     T, S = q_idx.shape[1], k_idx.shape[1]
+    seg_q, seg_k, q_offset = places
     if indices is None:
-        mask_BTS = visible(segment_ids, segment_ids, jnp.arange(T), jnp.arange(S))
+        mask_BTS = visible(seg_q, seg_k, q_offset + jnp.arange(T), jnp.arange(S))
     else:
         chosen_BTS = (indices[..., None] == jnp.arange(S)).any(2)
-        mask_BTS = chosen_BTS & (segment_ids > 0)[..., None]
+        mask_BTS = chosen_BTS & (seg_q > 0)[..., None]
     main = lax.stop_gradient((q_latent, q_rope, latent, k_rope, lse))
     p_BTS = _target(*main, mask_BTS, scale)
     log_rho_BTS = _log_softmax(_scores(q_idx, k_idx, w_idx), mask_BTS)

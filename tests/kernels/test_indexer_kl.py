@@ -126,9 +126,9 @@ def test_memory_is_linear(case):
     assert temporaries("chunked") * 8 < temporaries("ref")
 
 
-def test_dense_stage_needs_one_set_of_positions():
+def test_fewer_keys_than_queries_need_documents_of_their_own():
     case = specs.CASES["odd65_dense"]
     x = _complete(case, case.inputs())
     x |= {name: x[name][:, :60] for name in ("k_idx", "latent", "k_rope")}
-    with pytest.raises(ValueError, match="same positions"):
+    with pytest.raises(ValueError, match="not 60 keys for 65 queries"):
         indexer_kl(**x, scale=1.0)
