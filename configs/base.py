@@ -253,9 +253,10 @@ def get_config() -> ConfigDict:
 
     c.data = ConfigDict()
     # stdlib (Python's own source files), files, chat (conversations to fine-tune on), synthetic,
-    # parquet, hf_dataset (folders that datasets.save_to_disk wrote), array_record, or cache (what
-    # `moejax data prepare` wrote) [one of 'stdlib', 'files', 'chat', 'synthetic', 'parquet',
-    # 'hf_dataset', 'array_record', 'cache']
+    # parquet, hf_dataset (folders that datasets.save_to_disk wrote), array_record, cache (what
+    # `moejax data prepare` wrote), or webdataset (.tar shards of images and captions) [one of
+    # 'stdlib', 'files', 'chat', 'synthetic', 'parquet', 'hf_dataset', 'array_record', 'cache',
+    # 'webdataset']
     c.data.source = "stdlib"
     # globs of what the source reads; files: .txt .md .py (a document each), .jsonl (one a line)
     c.data.paths = ()

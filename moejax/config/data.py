@@ -13,6 +13,7 @@ GROUP = MERGE * MERGE  # patches that become one token
 
 SOURCES = (
     "stdlib", "files", "chat", "synthetic", "parquet", "hf_dataset", "array_record", "cache",
+    "webdataset",
 )  # fmt: skip
 IMAGE_STYLES = ("auto", "kimi_k3", "kimi_k25", "kimi_vl", "bare")
 

@@ -70,7 +70,7 @@ def prepare(
         raise ConfigError(
             f"data.source='cache'{where} is tokenised already: there is nothing to prepare."
         )
-    if any(source.source == "chat" for source in sources.values()):
+    if any(source.source in ("chat", "webdataset") for source in sources.values()):
         raise ConfigError(
             "data.source='chat' has no cache: conversations are rendered when a run begins."
         )

@@ -26,6 +26,9 @@ from moejax.data.chat_formats import (
     plain_format,
 )
 from moejax.data.chat_template import ChatTemplate, read_template
+from moejax.data.image_marks import ImageRef, has_marks, split_marks, without_marks
+from moejax.data.image_texts import ImageRules, ImageTokens
+from moejax.data.patches import ImageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +57,16 @@ class Example(NamedTuple):
       tokens: its token ids.
       trained: which of them are learned.
       num_bytes: bytes of the learned text.
+      images: those in it.
     """
 
     tokens: Int[np.ndarray, "T"]
     trained: Bool[np.ndarray, "T"]
     num_bytes: int
+    images: tuple[ImageTokens, ...] = ()
+
+
+_NOTHING = Example(np.zeros(0, np.int32), np.zeros(0, bool), 0)
 
 
 class ChatEncoder:
@@ -67,12 +75,17 @@ class ChatEncoder:
     Args:
       tokenizer: any of `moejax.data`.
       rules: of the source.
+      images: how images stand in a text; None refuses records that have some.
+
+    Attributes:
+      bad: a line for each record that was left out because of an image.
     Raises:
       ConfigError: the chat template cannot be used.
     """
 
-    def __init__(self, tokenizer: Any, rules: ChatRules):
-        self._tokenizer, self._rules = tokenizer, rules
+    def __init__(self, tokenizer: Any, rules: ChatRules, images: ImageRules | None = None):
+        self._tokenizer, self._rules, self._images = tokenizer, rules, images
+        self.bad: list[str] = []
         folder = Path(tokenizer.name).parent
         self._template = read_template(folder, rules.template)
         self._format, self.name = _format_of(tokenizer, self._template)
@@ -83,19 +96,24 @@ class ChatEncoder:
     def __call__(self, texts: Sequence[str], names: Sequence[str]) -> list[Example]:
         """The examples of records as `conversations.chat_documents` gives them.
 
+        A record with an image that cannot be used has no tokens.
+
         Raises:
           ConfigError: a record that cannot be rendered; its name is told.
         """
         made: list[Example | None] = [None] * len(texts)
-        pieces: list[tuple[int, list[Piece]]] = []
+        pieces: list[tuple[int, list[Piece | ImageTokens]]] = []
         for place, (text, name) in enumerate(zip(texts, names, strict=True)):
             record = json.loads(text)
             try:
                 if "prompt" in record or self._template is None:
-                    pieces.append((place, list(self._pieces(record))))
+                    pieces.append((place, self._with_images(self._pieces(record))))
                 else:
                     self._check_plain(text)
                     made[place] = self._rendered(record)
+            except ImageError as error:
+                self.bad.append(f"{name}: {error}")
+                made[place] = _NOTHING
             except ConfigError as error:
                 raise ConfigError(f"{name}: {error}") from error
         for place, example in self._joined(pieces):
@@ -119,23 +137,59 @@ class ChatEncoder:
         for piece in self._format(record):
             yield piece if piece.turn >= skipped else piece._replace(turn=PROMPT)
 
-    def _joined(self, records: list[tuple[int, list[Piece]]]) -> Iterator[tuple[int, Example]]:
+    def _with_images(self, pieces: Iterable[Piece]) -> list[Piece | ImageTokens]:
+        """Pieces whose marks are images' tokens."""
+        out: list[Piece | ImageTokens] = []
+        for piece in pieces:
+            if piece.special or not has_marks(piece.text):
+                out.append(piece)
+                continue
+            for part in split_marks(piece.text):
+                if isinstance(part, str):
+                    out.append(piece._replace(text=part))
+                else:
+                    out.append(self._image(part))
+        return out
+
+    def _image(self, ref: ImageRef) -> ImageTokens:
+        if self._images is None:
+            raise ConfigError(
+                f"holds the image {ref.label}, but rows have no room for images: "
+                "data.image_patches=0, or the model has no vision tower. Set data.image_patches "
+                "and model.vision.num_layers."
+            )
+        return self._images.tokens(ref)
+
+    def _joined(
+        self, records: list[tuple[int, list[Piece | ImageTokens]]]
+    ) -> Iterator[tuple[int, Example]]:
         """All texts are encoded in one call."""
-        texts = [p.text for _, pieces in records for p in pieces if not p.special]
+        texts = [
+            p.text for _, pieces in records for p in pieces
+            if isinstance(p, Piece) and not p.special
+        ]  # fmt: skip
         encoded = iter(self._tokenizer.encode_batch(texts))
         for place, pieces in records:
-            ids = [
-                np.array([self._special_id(p.text)], np.int32) if p.special else next(encoded)
-                for p in pieces
-            ]
-            turns = np.repeat([p.turn for p in pieces], [len(part) for part in ids])
-            trained = self._learned(turns)
+            ids = [self._piece_ids(p, encoded) for p in pieces]
+            owners = [p.turn if isinstance(p, Piece) else PROMPT for p in pieces]
+            sizes = [len(part) for part in ids]
+            turns = np.repeat(owners, sizes)
+            is_text = np.repeat([isinstance(p, Piece) for p in pieces], sizes)
+            trained = self._learned(turns) & is_text
             kept = turns.max() if self._rules.train_on == "last" else 0
             written = "".join(
-                p.text for p in pieces if not p.special
+                p.text for p in pieces if isinstance(p, Piece) and not p.special
                 and (self._rules.train_on == "all" or p.turn >= kept)
             )  # fmt: skip
-            yield place, Example(np.concatenate(ids), trained, len(written.encode()))
+            images = tuple(p for p in pieces if isinstance(p, ImageTokens))
+            yield place, Example(np.concatenate(ids), trained, len(written.encode()), images)
+
+    def _piece_ids(self, piece: Piece | ImageTokens, encoded: Iterator[np.ndarray]) -> np.ndarray:
+        if isinstance(piece, ImageTokens):
+            return piece.ids
+        if piece.special:
+            return np.array([self._special_id(piece.text)], np.int32)
+        return next(encoded)
 
     def _learned(self, turns: Int[np.ndarray, "T"]) -> Bool[np.ndarray, "T"]:
         if self._rules.train_on == "all":
@@ -153,16 +207,35 @@ class ChatEncoder:
         last = self._rules.train_on == "last"
         if self._rules.train_on == "all":
             text = self._template.plain(record)
-            ids = self._tokenizer.encode(text, specials=True)
-            return Example(ids, np.ones(len(ids), bool), len(text.encode()))
+            ids, starts, _, images = self._encode_marked(text)
+            return Example(ids, starts >= 0, len(without_marks(text).encode()), images)
         text, spans = self._template.render(record, last)
-        ids, starts, stops = self._tokenizer.encode_offsets(text)
+        ids, starts, stops, images = self._encode_marked(text)
         trained = np.zeros(len(ids), bool)
         for start, stop in spans[-1:] if last else spans:
             inside = (stops > start) & (starts < stop)
             trained |= inside if self._template.has_generation else self._to_end(ids, inside)
         written = "".join(text[start:stop] for start, stop in (spans[-1:] if last else spans))
-        return Example(ids, trained, len(written.encode()))
+        return Example(ids, trained, len(without_marks(written).encode()), images)
+
+    def _encode_marked(self, text: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, tuple]:
+        """`encode_offsets` of a text with marks, and its images, whose tokens begin at -1."""
+        if not has_marks(text):
+            return *self._tokenizer.encode_offsets(text), ()
+        parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+        images, at = [], 0
+        for part in split_marks(text):
+            if isinstance(part, str):
+                ids, starts, stops = self._tokenizer.encode_offsets(part)
+                parts.append((ids, starts + at, stops + at))
+                at += len(part)
+            else:
+                images.append(self._image(part))
+                at += len(part.mark)
+                nowhere = np.full(len(images[-1].ids), -1, np.int64)
+                parts.append((images[-1].ids, nowhere, nowhere))
+        ids, starts, stops = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return ids, starts, stops, tuple(images)
 
     def _to_end(self, ids: np.ndarray, inside: np.ndarray) -> np.ndarray:
         """Without what stands between the token that ends a turn and the next turn."""
@@ -198,6 +271,7 @@ def readable(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         record = json.loads(text)
         if "prompt" in record:
-            yield record["prompt"] + record["completion"]
+            said = record["prompt"] + record["completion"]
         else:
-            yield "\n".join(message.get("content", "") for message in record["messages"])
+            said = "\n".join(message.get("content", "") for message in record["messages"])
+        yield without_marks(said)

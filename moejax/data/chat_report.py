@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from moejax.config import DataConfig
+from moejax.config import DataConfig, VisionConfig
 from moejax.data.chat import ChatEncoder
 from moejax.data.corpus import Corpus
+from moejax.data.image_texts import ImageRules
 from moejax.data.packing import tokenize_corpus
 from moejax.data.whole_rows import WholeRows
 
@@ -55,18 +56,21 @@ class ChatFacts:
         return [*told, f"example, learned what stands in >>> <<< ({self.example}):", shown, ""]
 
 
-def chat_facts(cfg: DataConfig, tokenizer: Any, corpus: Corpus) -> ChatFacts:
+def chat_facts(
+    cfg: DataConfig, tokenizer: Any, corpus: Corpus, vision: VisionConfig | None = None
+) -> ChatFacts:
     """Packs the training split as a run does and says what is in it.
 
     Args:
       cfg: `seq_len` is read.
       tokenizer: of the run.
-      corpus: the training split of a source "chat".
+      corpus: the training split of a source "chat" or "webdataset".
+      vision: section of the tower, where rows have room for images.
     Raises:
       ConfigError: a record cannot be rendered, or none fits a row.
     """
     assert corpus.chat is not None
-    documents = tokenize_corpus(tokenizer, corpus)
+    documents = tokenize_corpus(tokenizer, corpus, ImageRules.of(cfg, vision, tokenizer))
     rows = WholeRows(documents, np.arange(len(documents)), cfg.seq_len)
     rows.check_filled("the training split")
     row, owners = rows.row(0), rows.document_ids(0)

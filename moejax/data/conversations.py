@@ -6,7 +6,9 @@ A line is one JSON object:
     {"prompt": "...", "completion": "..."}                      plain texts
     {"prompt": [{"role": ...}], "completion": [{"role": ...}]}   messages before and to learn
 
-`content` is a text or a list of {"type": "text", "text": ...}. Beside them may stand `tools` (JSON
+`content` is a text or a list of {"type": "text", "text": ...} and {"type": "image", "path": FILE},
+the file relative to that of the line; parts without one take those of the record's list `images` in
+turn, which of a plain prompt stand in front of it. Beside them may stand `tools` (JSON
 schemas) and `chat_template_kwargs` (what the chat template is asked for). Other keys are not read.
 """
 
@@ -14,12 +16,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from moejax.config import ConfigError, SourceFields
 from moejax.data.corpus import Split, in_split
+from moejax.data.image_marks import ImageRef, refuse_marks, with_marks
 from moejax.data.paths import matches
 
 Message = dict[str, Any]
@@ -64,19 +67,24 @@ def _read(path: str, name: str) -> Iterator[tuple[str, str]]:
     # Not splitlines: U+2028 may stand in a JSON text as it is.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
-            record = parse_record(line, f"{path}:{number}")
+            record = parse_record(line, f"{path}:{number}", os.path.dirname(path))
             yield f"{name}:{number}", json.dumps(record, ensure_ascii=False)
 
 
-def parse_record(line: str, where: str) -> dict[str, Any]:
+def parse_record(
+    line: str, where: str, folder: str = "", images: Sequence[ImageRef] = ()
+) -> dict[str, Any]:
     """The record of a line in one form, whichever it was written in.
 
     Args:
       line: JSON text.
       where: file and line, for messages.
+      folder: that the paths of images are relative to.
+      images: those that lie with the record.
     Returns:
       `prompt` and `completion` (texts), or `messages` and `first` (the message from which on
-      assistants' are learned), with `tools` and `kwargs`; contents are texts.
+      assistants' are learned), with `tools` and `kwargs`; contents are texts, in which
+      marks stand for images.
     Raises:
       ConfigError: `where` and the reason.
     """
@@ -84,6 +92,9 @@ def parse_record(line: str, where: str) -> dict[str, Any]:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not JSON ({error}).") from error
+    if any(c in line for c in "\ue0f2\ue0f3\ue0f4") or "ue0f" in line.lower():
+        refuse_marks(record, where)
+    record = with_marks(record, folder, where, images)
     try:
         return _checked(record)
     except _Refused as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from moejax.config import ConfigError, DataConfig, RunConfig
+from moejax.config import ConfigError, DataConfig, RunConfig, VisionConfig
 from moejax.data.corpus import Corpus
+from moejax.data.image_rows import ImageRoom
+from moejax.data.image_texts import ImageRules, complete
 from moejax.data.packing import Documents, Row, pack, padding_row, tokenize_corpus
 from moejax.data.sources import load_corpus
 from moejax.data.tokenize import Tokenizer
@@ -34,27 +36,28 @@ class EvalBatches:
 
     def __init__(
         self,
-        documents: Documents,
+        parts: Sequence[tuple[Documents, int]],
         seq_len: int,
         batch_size: int,
-        num_bytes: int,
         shard: Shard,
         document_ids: bool = False,
         max_rows: int = 0,
+        room: ImageRoom | None = None,
     ):
-        self._rows = pack(documents, np.arange(len(documents)), seq_len)
-        self._padding = padding_row(seq_len, documents.eos_id)
-        self._batch_size, self._shard = batch_size, shard
+        """
+        Args:
+          parts: documents, and bytes of their texts.
+        """
+        self._rows = _PartRows(parts, seq_len)
+        self._padding = padding_row(seq_len, parts[0][0].eos_id)
+        self._batch_size, self._shard, self._room = batch_size, shard, room
         self._with_ids = document_ids
         self._num_rows = min(max_rows or self._rows.num_rows, self._rows.num_rows)
         if document_ids:
             self._padding["document_ids"] = np.full(seq_len, -1, np.int32)
         self.num_tokens, self.num_labels = self._rows.num_tokens, self._rows.num_labels
-        self.num_bytes, counted = num_bytes, self.num_tokens
-        if isinstance(self._rows, WholeRows):
-            self._rows.check_filled("the held-out data")
-            self.num_bytes, counted = self._rows.num_bytes, self.num_labels
-        self.bytes_per_token = self.num_bytes / counted
+        self.num_bytes = self._rows.num_bytes
+        self.bytes_per_token = self.num_bytes / self._rows.num_counted
 
     def __len__(self) -> int:
         return -(-self._num_rows // self._batch_size)
@@ -64,7 +67,10 @@ class EvalBatches:
         local = self._batch_size // count
         for step in range(len(self)):
             start = step * self._batch_size + index * local
-            yield stack([self._row(n) for n in range(start, start + local)])
+            rows = [complete(self._row(n), self._room) for n in range(start, start + local)]
+            batch = stack(rows)
+            batch.pop("bad_images", None)
+            yield batch
 
     def _row(self, n: int) -> Row:
         if n >= self._num_rows:
@@ -91,6 +97,7 @@ def make_eval_batches(
     shard: Shard = (0, 1),
     document_ids: bool = False,
     max_rows: int = 0,
+    vision: VisionConfig | None = None,
 ) -> EvalBatches:
     """Batches [batch_size / count, seq_len] over all of `corpus`, each token once.
 
@@ -106,6 +113,7 @@ def make_eval_batches(
       document_ids: adds int32 `document_ids` to a batch: which document of the corpus
         (`corpus.names[i]`) a token is of, -1 for padding.
       max_rows: only the first so many rows, over all processes, whatever the batch; 0 = all.
+      vision: section of the tower, where `cfg.image_patches` gives rows room for images.
     Raises:
       ConfigError: `batch_size` does not divide over the processes of `shard`.
     """
@@ -113,10 +121,48 @@ def make_eval_batches(
         raise ConfigError(
             f"eval.batch_size={batch_size} does not divide over {shard[1]} processes."
         )
-    documents = tokenize_corpus(tokenizer, corpus)
-    return EvalBatches(
-        documents, cfg.seq_len, batch_size, corpus.num_bytes, shard, document_ids, max_rows
-    )
+    images = ImageRules.of(cfg, vision, tokenizer)
+    apart = any(part.chat is not None for part in corpus.parts)  # packed otherwise than texts
+    parts = [
+        (tokenize_corpus(tokenizer, part, images), part.num_bytes)
+        for part in (corpus.parts if apart else (corpus,))
+    ]
+    room = None if images is None else images.room
+    return EvalBatches(parts, cfg.seq_len, batch_size, shard, document_ids, max_rows, room)
+
+
+class _PartRows:
+    """The rows of several packings, one behind the other, and their sums."""
+
+    def __init__(self, parts: Sequence[tuple[Documents, int]], seq_len: int):
+        self._packed = [pack(d, np.arange(len(d)), seq_len) for d, _ in parts]
+        self._first_document = np.cumsum([0, *(len(documents) for documents, _ in parts)])
+        self._ends = np.cumsum([packed.num_rows for packed in self._packed])
+        self.num_rows = int(self._ends[-1])
+        self.num_tokens = sum(packed.num_tokens for packed in self._packed)
+        self.num_labels = sum(packed.num_labels for packed in self._packed)
+        self.num_bytes = self.num_counted = 0
+        for packed, (_, num_bytes) in zip(self._packed, parts, strict=True):
+            if isinstance(packed, WholeRows):
+                packed.check_filled("the held-out data")
+                self.num_bytes += packed.num_bytes
+                self.num_counted += packed.num_labels
+            else:
+                self.num_bytes += num_bytes
+                self.num_counted += packed.num_tokens
+
+    def _place(self, n: int) -> tuple[int, int]:
+        part = int(np.searchsorted(self._ends, n, side="right"))
+        return part, n - (int(self._ends[part - 1]) if part else 0)
+
+    def row(self, n: int) -> Row:
+        part, own = self._place(n)
+        return self._packed[part].row(own)
+
+    def document_ids(self, n: int) -> np.ndarray:
+        part, own = self._place(n)
+        ids = self._packed[part].document_ids(own)
+        return np.where(ids >= 0, ids + self._first_document[part], ids).astype(np.int32)
 
 
 def make_eval_sets(
@@ -138,7 +184,9 @@ def make_eval_sets(
         try:
             corpus = load_corpus(one, one.split)
             rows = cfg.eval.batch_size or cfg.data.batch_size
-            sets[one.name] = make_eval_batches(cfg.data, tokenizer, corpus, rows, shard=shard)
+            sets[one.name] = make_eval_batches(
+                cfg.data, tokenizer, corpus, rows, shard=shard, vision=cfg.model.vision
+            )
         except ConfigError as error:
             raise ConfigError(f"evaluation set {one.name}: {error}") from error
     return sets

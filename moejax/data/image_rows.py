@@ -38,8 +38,11 @@ class ImageRoom(NamedTuple):
 
     def empty(self, seq_len: int) -> dict[str, np.ndarray]:
         """The arrays of a row without images."""
-        arrays = {name: np.zeros(*given) for name, given in self.shapes(seq_len).items()}
-        return arrays | {"feature_at": np.full(seq_len, -1, np.int32)}
+        arrays: dict[str, np.ndarray] = {
+            name: np.zeros(shape, dtype) for name, (shape, dtype) in self.shapes(seq_len).items()
+        }
+        arrays["feature_at"] -= 1
+        return arrays
 
     def filled(
         self, tokens: np.ndarray, pad_token: int, images: Sequence[PatchedImage]

@@ -22,6 +22,7 @@ from moejax.data.patches import ImageError, PatchedImage, patched
 
 # A decoded pixel is 3 bytes: 300 MB. Files that say they are larger are not decoded.
 MAX_PIXELS = 100_000_000
+_ORIENTATION = 0x0112  # of Exif; 5 to 8 lie on a side
 _ANIMATED = ("GIF", "PNG", "WEBP", "TIFF")  # further images of other formats are previews
 
 
@@ -75,6 +76,24 @@ def size_within(height: int, width: int, cfg: VisionConfig) -> tuple[int, int]:
         if count <= cfg.max_patches:
             return new[0], new[1]
         scale *= math.sqrt(cfg.max_patches / count)
+
+
+def image_size(source: bytes | str | os.PathLike[str], name: str) -> tuple[int, int]:
+    """Height and width of the picture in a file, upright; only its head is read.
+
+    Args:
+      source, name: as in `read_image`, which may still find the rest damaged.
+    Raises:
+      ImageError: as there.
+    """
+    with _named(name):
+        file = io.BytesIO(source) if isinstance(source, bytes) else source
+        with _pillow().open(file) as image:
+            _check_header(image, name)
+            # A PNG file without this chunk in front would be decoded to look for it at the end.
+            exif = image.getexif() if image.format != "PNG" or "exif" in image.info else {}
+            turned = exif.get(_ORIENTATION, 1) in (5, 6, 7, 8)
+            return image.size if turned else image.size[::-1]
 
 
 def read_image(source: bytes | str | os.PathLike[str], name: str) -> np.ndarray:

@@ -15,8 +15,9 @@ from jaxtyping import Bool, Int, Integer
 
 from moejax.config import ConfigError
 from moejax.data.cache import TokenShards
-from moejax.data.chat import ChatEncoder, ChatRules
+from moejax.data.chat import ChatEncoder, ChatRules, Example
 from moejax.data.corpus import CHUNK, Corpus, LazyTexts
+from moejax.data.image_texts import DocumentImages, ImageRules, tell_bad
 from moejax.data.tokenize import Tokenizer
 from moejax.data.whole_rows import IGNORED, WholeRows
 
@@ -38,6 +39,7 @@ class Documents:
       trained: of conversations, which tokens are learned; they are packed whole then.
       trained_bytes: bytes of the learned text of each of them.
       too_long: "drop" or "truncate" those that do not fit a row.
+      images: those of each document; None where there are none.
     """
 
     tokens: Integer[np.ndarray, "M"] | TokenShards
@@ -46,9 +48,15 @@ class Documents:
     trained: Bool[np.ndarray, "M"] | None = None
     trained_bytes: Int[np.ndarray, "N"] | None = None
     too_long: str = "drop"
+    images: DocumentImages | None = None
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    @property
+    def num_bad(self) -> int:
+        """Documents that are left out because of an image."""
+        return 0 if self.images is None else self.images.num_bad
 
     @property
     def lengths(self) -> Int[np.ndarray, "X"]:
@@ -71,16 +79,22 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
-def tokenize_corpus(tokenizer: Tokenizer, corpus: Corpus) -> Documents:
+def tokenize_corpus(
+    tokenizer: Tokenizer, corpus: Corpus, images: ImageRules | None = None
+) -> Documents:
     """All documents of `corpus` as tokens, in its order; those of a cache stay in their files.
 
+    Args:
+      tokenizer: whose tokens they are.
+      corpus: the documents.
+      images: how those of conversations stand in the text; None: they have none.
     Raises:
       ConfigError: a cache was made with another tokenizer.
     """
     if corpus.chat is not None:
-        return _conversations(tokenizer, corpus, corpus.chat)
+        return _conversations(tokenizer, corpus, corpus.chat, images)
     if corpus.parts:
-        return _joined([tokenize_corpus(tokenizer, part) for part in corpus.parts])
+        return _joined([tokenize_corpus(tokenizer, part, images) for part in corpus.parts])
     if corpus.cache is not None:
         corpus.cache.check(tokenizer)
         starts = np.zeros(len(corpus) + 1, np.int64)
@@ -103,9 +117,11 @@ def tokenize_corpus(tokenizer: Tokenizer, corpus: Corpus) -> Documents:
     return Documents.from_token_lists(tokenizer.encode_batch(corpus.texts), tokenizer.eos_id)
 
 
-def _conversations(tokenizer: Tokenizer, corpus: Corpus, rules: ChatRules) -> Documents:
+def _conversations(
+    tokenizer: Tokenizer, corpus: Corpus, rules: ChatRules, images: ImageRules | None
+) -> Documents:
     """Rendered records, with what of them is learned; nothing is put behind them."""
-    encode, made = ChatEncoder(tokenizer, rules), []
+    encode, made = ChatEncoder(tokenizer, rules, images), []
     for at in range(0, len(corpus), CHUNK):
         made += encode(corpus.texts[at : at + CHUNK], corpus.names[at : at + CHUNK])
     starts = np.zeros(len(made) + 1, np.int64)
@@ -117,7 +133,18 @@ def _conversations(tokenizer: Tokenizer, corpus: Corpus, rules: ChatRules) -> Do
         np.concatenate([example.trained for example in made]),
         np.array([example.num_bytes for example in made], np.int64),
         rules.too_long,
+        _images(made, images, encode.bad),
     )
+
+
+def _images(made: list[Example], rules: ImageRules | None, bad: list[str]) -> DocumentImages | None:
+    """Those of conversations, where any has some."""
+    images = [example.images for example in made]
+    tell_bad(bad)
+    if rules is None or not (any(images) or bad):
+        return None
+    patches = [sum(rows * columns for _, _, (rows, columns) in own) for own in images]
+    return DocumentImages(rules, images, np.array(patches, np.int64), len(bad))
 
 
 def _joined(parts: list[Documents]) -> Documents:
@@ -125,8 +152,7 @@ def _joined(parts: list[Documents]) -> Documents:
     arrays: list[np.ndarray] = []
     if any(part.trained is not None for part in parts):
         raise ConfigError(
-            "data.mixture with a source 'chat' cannot be evaluated as one text: name the held-out "
-            "data of each source in eval.sets."
+            "data.mixture with conversations cannot be read as one text: name each source alone."
         )
     for part in parts:
         arrays += part.tokens.parts if isinstance(part.tokens, TokenShards) else [part.tokens]

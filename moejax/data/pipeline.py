@@ -9,9 +9,11 @@ import grain
 import numpy as np
 from absl import flags
 
-from moejax.config import ConfigError, DataConfig
+from moejax.config import ConfigError, DataConfig, VisionConfig
 from moejax.data.corpus import Corpus, split_hash
 from moejax.data.evaluation import Batch, Shard, stack
+from moejax.data.image_rows import ImageRoom
+from moejax.data.image_texts import ImageRules, complete
 from moejax.data.packing import tokenize_corpus
 from moejax.data.rows import MixedRows, Rows, ShuffledRows
 from moejax.data.tokenize import Tokenizer
@@ -24,22 +26,33 @@ _ENDLESS = 1 << 40
 class _BatchAt:
     """This process's rows of global batch `step`; a class, so that it can be sent to workers."""
 
-    def __init__(self, rows: Rows, first_row: int, batch_size: int, shard: Shard):
-        self._rows, self._first_row = rows, first_row
+    def __init__(
+        self, rows: Rows, first_row: int, batch_size: int, shard: Shard, room: ImageRoom | None
+    ):
+        self._rows, self._first_row, self._room = rows, first_row, room
         self._batch_size, self._shard = batch_size, shard
 
     def __call__(self, step: int) -> Batch:
         index, count = self._shard
         local = self._batch_size // count
         start = self._first_row + step * self._batch_size + index * local
-        return stack([self._rows[n] for n in range(start, start + local)])
+        return stack([complete(self._rows[n], self._room) for n in range(start, start + local)])
 
 
 class TrainIterator(Iterator[Batch]):
-    """Batches with a position; made by :func:`make_train_iterator`."""
+    """Batches with a position; made by :func:`make_train_iterator`.
 
-    def __init__(self, cfg: DataConfig, rows: Rows, identity: Mapping[str, Any], shard: Shard):
+    Attributes:
+      bad_images: samples of which nothing is learned because of an image, of those read by this
+        process so far; None where rows have no images.
+    """
+
+    def __init__(
+        self, cfg: DataConfig, rows: Rows, identity: Mapping[str, Any], shard: Shard,
+        room: ImageRoom | None = None, bad_images: int = 0,
+    ):  # fmt: skip
         self._cfg, self._rows, self._identity, self._shard = cfg, rows, dict(identity), shard
+        self._room, self.bad_images = room, None if room is None else bad_images
         self._batches: grain.DatasetIterator | None = None
         self._consumed = 0
 
@@ -50,7 +63,9 @@ class TrainIterator(Iterator[Batch]):
 
     def _open(self) -> grain.DatasetIterator:
         """The batches from here on, with their threads and workers."""
-        batch_at = _BatchAt(self._rows, self._consumed, self._cfg.batch_size, self._shard)
+        batch_at = _BatchAt(
+            self._rows, self._consumed, self._cfg.batch_size, self._shard, self._room
+        )
         left = self.batches_left
         batches = grain.MapDataset.range(_ENDLESS if left is None else left).map(batch_at)
         read = grain.ReadOptions(
@@ -90,6 +105,8 @@ class TrainIterator(Iterator[Batch]):
         if self._cfg.num_workers:
             # What a worker sends lies in shared memory, which must not outlive the iterator.
             batch = {key: np.array(value) for key, value in batch.items()}
+        if self.bad_images is not None:
+            self.bad_images += int(batch.pop("bad_images").sum())
         return batch
 
     def get_state(self) -> dict[str, Any]:
@@ -162,6 +179,7 @@ def make_train_iterator(
     seed: int,
     start_state: Mapping[str, Any] | None = None,
     shard: Shard = (0, 1),
+    vision: VisionConfig | None = None,
 ) -> TrainIterator:
     """Training batches of packed rows: endless, or so many epochs.
 
@@ -175,9 +193,11 @@ def make_train_iterator(
       start_state: what `get_state` gave; None starts at the beginning.
       shard: (index, count): this process yields the index-th of `count` equal parts of every global
         batch's rows.
+      vision: section of the tower, where `cfg.image_patches` gives rows room for images.
     Returns:
-      An iterator of dicts of int32 arrays [batch_size / count, seq_len] (see `PackedRows.row`),
-      with `get_state`, `set_state`, `epoch`, `batches_left` and `close`.
+      An iterator of dicts of int32 arrays [batch_size / count, seq_len] (see `PackedRows.row`) and
+      what `ImageRoom.shapes` lists, with `get_state`, `set_state`, `epoch`, `batches_left` and
+      `close`.
     Raises:
       ConfigError: the text does not fill a row, or the batch does not divide over the processes.
     """
@@ -188,29 +208,38 @@ def make_train_iterator(
             f"(this is process {index}). Use a multiple of {count}."
         )
     seed = seed if cfg.shuffle_seed < 0 else cfg.shuffle_seed
+    images = ImageRules.of(cfg, vision, tokenizer)
     rows: Rows
     if cfg.mixture:
-        rows = _mixed_rows(cfg, tokenizer, corpus, seed)
+        rows, bad = _mixed_rows(cfg, tokenizer, corpus, seed, images)
     else:
-        rows = ShuffledRows(tokenize_corpus(tokenizer, corpus), cfg.seq_len, seed, cfg.epochs)
+        documents = tokenize_corpus(tokenizer, corpus, images)
+        rows, bad = ShuffledRows(documents, cfg.seq_len, seed, cfg.epochs), documents.num_bad
     identity = {"seed": seed, "corpus_sha256": corpus.sha256, "tokenizer_sha256": tokenizer.sha256}
-    iterator = TrainIterator(cfg, rows, identity, shard)
+    room = None if images is None else images.room
+    iterator = TrainIterator(cfg, rows, identity, shard, room, bad)
     if start_state is not None:
         iterator.set_state(start_state)
     return iterator
 
 
-def _mixed_rows(cfg: DataConfig, tokenizer: Tokenizer, corpus: Corpus, seed: int) -> MixedRows:
-    """The members of `cfg.mixture`, whose documents are the parts of `corpus`."""
-    members = {}
+def _mixed_rows(
+    cfg: DataConfig, tokenizer: Tokenizer, corpus: Corpus, seed: int, images: ImageRules | None
+) -> tuple[MixedRows, int]:
+    """The members of `cfg.mixture`, whose documents are the parts of `corpus`.
+
+    And how many documents are left out because of an image.
+    """
+    members, bad = {}, 0
     for member, part in zip(cfg.mixture, corpus.parts, strict=True):
         # By its name a member keeps its order when others join or leave.
         own = int(split_hash(member.name) / 100 * 2**32)
-        documents = tokenize_corpus(tokenizer, part)
+        documents = tokenize_corpus(tokenizer, part, images)
+        bad += documents.num_bad
         members[member.name] = ShuffledRows(
             documents, cfg.seq_len, (seed, own), cfg.epochs, member.name
         )
-    return MixedRows(members, {member.name: member.weight for member in cfg.mixture})
+    return MixedRows(members, {member.name: member.weight for member in cfg.mixture}), bad
 
 
 def _weights(rows: MixedRows) -> list[list[Any]]:

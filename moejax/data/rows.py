@@ -87,6 +87,12 @@ class ShuffledRows:
         self.rows_per_epoch = self._whole.num_rows
         self._whole.check_filled(f"the training split{name and f' of {name}'}")
         self.num_rows = epochs * self.rows_per_epoch if epochs else None
+        if self._whole.num_crowded:
+            warnings.warn(
+                f"{self._whole.num_crowded:,} conversations are left out: their images together "
+                "have more patches than data.image_patches",
+                stacklevel=2,
+            )
         if self._whole.num_dropped or self._whole.num_truncated:
             warnings.warn(
                 f"of {len(self._documents):,} conversations {self._whole.num_dropped:,} are left "

@@ -15,6 +15,7 @@ from moejax.data.paths import matches
 from moejax.data.records import RecordReader
 from moejax.data.synthetic import synthetic_document
 from moejax.data.tables import HfReader, ParquetReader, splits_of
+from moejax.data.tar_shards import tar_documents
 from moejax.data.text_files import TEXT_SUFFIXES, file_documents, stdlib_documents
 
 __all__ = [
@@ -51,7 +52,7 @@ def load_corpus(cfg: SourceFields, split: Split) -> Corpus:
             corpus = Corpus.from_reader(describe(cfg), documents)
         else:
             corpus = Corpus.from_documents(describe(cfg), documents)
-    if cfg.source == "chat":
+    if cfg.source in ("chat", "webdataset"):
         corpus = dataclasses.replace(corpus, chat=ChatRules.of(cfg))
     if not len(corpus):
         raise ConfigError(
@@ -86,12 +87,15 @@ def open_documents(cfg: SourceFields, split: Split) -> LazyTexts | Iterable[tupl
         return file_documents(cfg, split)
     if cfg.source == "chat":
         return chat_documents(cfg, split)
+    if cfg.source == "webdataset":
+        return tar_documents(cfg, split)
     return _hf_dataset(cfg, split) if cfg.source == "hf_dataset" else _tables(cfg, split)
 
 
 _EXAMPLES = {
     "files": "texts/*.txt",
     "chat": "chats/*.jsonl",
+    "webdataset": "shards/*.tar",
     "parquet": "data/*.parquet",
     "hf_dataset": "saved_dataset",
     "array_record": "data/*.array_record",

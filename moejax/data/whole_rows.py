@@ -33,6 +33,7 @@ class WholeRows:
       num_labels: positions that have a label.
       num_bytes: bytes of the learned texts in them.
       num_dropped, num_truncated: documents that were too long.
+      num_crowded: documents with more patches of images than a row has room for.
     """
 
     def __init__(self, documents: "Documents", order: Int[np.ndarray, "X"], seq_len: int):
@@ -40,10 +41,19 @@ class WholeRows:
         learned, bytes_of = documents.trained, documents.trained_bytes
         assert learned is not None and bytes_of is not None
         starts, self.num_truncated = _fitting_starts(documents, seq_len)
+        self.num_crowded, images = 0, documents.images
+        if images is not None:
+            crowded = (images.num_patches > images.room) & (starts >= 0)
+            self.num_crowded, starts = int(crowded.sum()), np.where(crowded, -1, starts)
         kept = order[starts[order] >= 0]
-        self.num_dropped = len(order) - len(kept)
+        self.num_dropped = len(order) - len(kept) - self.num_crowded
         self._starts, self._stops = starts, documents.starts[1:]
-        rows = best_fit((self._stops - starts)[kept], seq_len)
+        lengths = (self._stops - starts)[kept]
+        if images is None:
+            rows = best_fit(lengths, seq_len)
+        else:
+            self.num_dropped -= images.num_bad
+            rows = fit_both(lengths, seq_len, images.num_patches[kept], images.room)
         # In the order's own sequence again: the first rows are then no others than the last.
         rows = sorted([sorted(row) for row in rows])
         self._members = kept[[place for row in rows for place in row]].astype(np.int64)
@@ -59,6 +69,8 @@ class WholeRows:
         if self.num_rows:
             return
         lengths = np.diff(self._documents.starts)
+        if not lengths.any():
+            raise ConfigError(f"{what} has no conversation whose images can be used.")
         fit = (lengths <= self._seq_len).sum()
         if fit:
             why = f"{fit:,} are short enough, but no answer in them is learned. Check data.train_on"
@@ -76,7 +88,8 @@ class WholeRows:
 
         Returns:
           int32 arrays [T]: `tokens`; `segment_ids`, 1, 2, ... along the row, 0 for padding;
-          `labels`, the next token of the same segment where that is learned, else -100.
+          `labels`, the next token of the same segment where that is learned, else -100. Of
+          documents with images also what `DocumentImages.of_row` says.
         """
         documents = self._in_row(index)
         spans = [slice(self._starts[d], self._stops[d]) for d in documents]
@@ -94,7 +107,9 @@ class WholeRows:
             labels[at : at + length - 1] = np.where(learned, following, IGNORED)
             at += length
         segment_ids = np.repeat(np.arange(len(spans) + 1, dtype=np.int32), [padding, *lengths])
-        return {"tokens": tokens.astype(np.int32), "segment_ids": segment_ids, "labels": labels}
+        row = {"tokens": tokens.astype(np.int32), "segment_ids": segment_ids, "labels": labels}
+        images = self._documents.images
+        return row if images is None else images.of_row(documents.tolist(), row)
 
     def document_ids(self, index: int) -> Int[np.ndarray, "T"]:
         """Which document each token of row `index` is of; -1 where the row is padded."""
@@ -125,6 +140,8 @@ def _fitting_starts(documents: "Documents", seq_len: int) -> tuple[Int[np.ndarra
     cut = stops - seq_len
     fits = cut <= starts
     can_cut = ~fits & (cut < first) & (documents.too_long == "truncate") & ~empty
+    if documents.images is not None:  # a part of an image is none
+        can_cut &= documents.images.num_patches == 0
     return np.where(fits & ~empty, starts, np.where(can_cut, cut, -1)), int(can_cut.sum())
 
 
@@ -159,3 +176,46 @@ def best_fit(lengths: Int[np.ndarray, "X"], size: int) -> list[list[int]]:
         if left:
             with_room[left].append(box)
     return boxes
+
+
+# Items of two sizes that are packed together: every one looks at all boxes of its part.
+_PART = 2**14
+
+
+def fit_both(
+    lengths: Int[np.ndarray, "X"], size: int, others: Int[np.ndarray, "X"], limit: int
+) -> list[list[int]]:
+    """`best_fit` of items that have a second size, of which a box holds `limit`.
+
+    Those with the most of it come first and go where most of it is left, so that boxes share it
+    evenly; the others then fill up what room they left.
+
+    Args:
+      lengths, others: both sizes of every item, at most `size` and `limit`.
+      size, limit: of a box.
+    Returns:
+      The items of each box.
+    """
+    if len(lengths) > _PART:
+        parts = range(0, len(lengths), _PART)
+        return [
+            [at + item for item in box]
+            for at in parts
+            for box in fit_both(lengths[at : at + _PART], size, others[at : at + _PART], limit)
+        ]
+    count = max(-(-int(lengths.sum()) // size), -(-int(others.sum()) // limit), 1)
+    rooms, spaces = np.full(count, size), np.full(count, limit)
+    boxes: list[list[int]] = [[] for _ in range(count)]
+    by_size = np.lexsort((-lengths, -others))
+    for item in by_size.tolist():
+        length, other = int(lengths[item]), int(others[item])
+        fits = np.flatnonzero((rooms >= length) & (spaces >= other))
+        if not len(fits):
+            boxes.append([])
+            rooms, spaces = np.append(rooms, size), np.append(spaces, limit)
+            fits = np.array([len(boxes) - 1])
+        best = fits[np.argmax(spaces[fits]) if other else np.argmin(rooms[fits])]
+        boxes[best].append(item)
+        rooms[best] -= length
+        spaces[best] -= other
+    return [box for box in boxes if box]

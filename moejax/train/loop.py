@@ -218,6 +218,8 @@ class Loop:
                 self.loads.add(step, host["load"])
             if self.placer is not None:
                 row["moe_device_load_max"] = self.placer.observe(host["load"]).tolist()
+        if self.iterator.bad_images is not None:
+            row["bad_images"] = self.iterator.bad_images
         for name in ("indexer_kl", "aux_loss", "max_logit"):
             if name in host:
                 row[name] = np.asarray(host[name]).tolist()

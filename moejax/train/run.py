@@ -152,10 +152,15 @@ def _train(
         tokenizer = get_tokenizer(cfg.data, workdir)
         check_vocabulary(cfg, tokenizer)
         shard, texts = (jax.process_index(), jax.process_count()), corpora["train"]
-        iterator = make_train_iterator(cfg.data, tokenizer, texts, seed=cfg.seed, shard=shard)
+        vision = cfg.model.vision
+        iterator = make_train_iterator(
+            cfg.data, tokenizer, texts, seed=cfg.seed, shard=shard, vision=vision
+        )
         eval_rows = cfg.eval.batch_size or cfg.data.batch_size
         texts = corpora["validation"]
-        batches = make_eval_batches(cfg.data, tokenizer, texts, eval_rows, shard=shard)
+        batches = make_eval_batches(
+            cfg.data, tokenizer, texts, eval_rows, shard=shard, vision=vision
+        )
         sets = {
             name: Evaluator(program, one)
             for name, one in make_eval_sets(cfg, tokenizer, shard=shard).items()
@@ -211,6 +216,8 @@ def _train(
         if loads is not None:
             loads.close()
         checkpoints.close()
+    if iterator.bad_images:
+        say(f"images: nothing was learned from {iterator.bad_images:,} samples with a bad one")
     newest = checkpoints.latest_step()
     where = checkpoints.path(newest) if newest is not None else None
     signum = loop.agreement.signum

@@ -172,8 +172,12 @@ def test_a_mixture_with_texts_has_rows_of_both(cfg):
     tokens = np.concatenate([batch["tokens"] for batch in batches])
     of_chat = (labels[:, :-1] == IGNORED).mean(-1) > 0.2
     assert of_chat.sum() == 4 and len(tokens) == 16
-    with pytest.raises(ConfigError, match="eval.sets"):
-        make_eval_batches(mixed, BYTES, load_corpus(mixed, "validation"), 4)
+    corpus = load_corpus(mixed, "validation")
+    held_out = make_eval_batches(mixed, BYTES, corpus, 4, document_ids=True)
+    found = list(held_out)
+    assert sum((batch["labels"] >= 0).sum() for batch in found) == held_out.num_labels
+    ids = np.concatenate([batch["document_ids"].ravel() for batch in found])
+    assert set(ids.tolist()) == set(range(-1, len(corpus)))
 
 
 def test_evaluation_counts_learned_tokens_and_their_bytes(cfg):
