@@ -18,6 +18,8 @@ from moejax.layers.mla import Latents, Mla, expanded
 from moejax.layers.norm import layer_norm
 from moejax.layers.param import use, vector, weight, wide
 from moejax.layers.rope import At, rotate
+from moejax.memory import names
+from moejax.memory.names import tag
 from moejax.partitioning import batch_local
 from pallas_kernels.blocks import take_rows
 from pallas_kernels.indexer_kl import indexer_kl
@@ -56,9 +58,10 @@ class Indexer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Index queries [B,T,U,u], keys [B,T,u], raw float32 head weights [B,T,U]."""
         heads = (*x_BTD.shape[:2], self.cfg.num_heads, self.cfg.head_dim)
-        q_BTUu = project(self, "q", q_latent_BTQ, drop=drop).reshape(heads)
+        q_BTUu = tag(project(self, "q", q_latent_BTQ, drop=drop), names.INDEX).reshape(heads)
         k_BTu = self._normed_keys(x_BTD, drop)
         w_BTU = project(self, "weights", x_BTD.astype(wide(x_BTD.dtype)), drop=drop)
+        w_BTU = tag(w_BTU, names.INDEX)
         return self._turn(q_BTUu, at), self._turn(k_BTu[:, :, None], at)[:, :, 0], w_BTU
 
     def keys(self, x_BTD: jax.Array, at: At | None = None) -> jax.Array:
@@ -67,7 +70,7 @@ class Indexer(nnx.Module):
 
     def _normed_keys(self, x_BTD: jax.Array, drop: Drop | None = None) -> jax.Array:
         full = wide(x_BTD.dtype)
-        k_BTu = project(self, "k", x_BTD, drop=drop)
+        k_BTu = tag(project(self, "k", x_BTD, drop=drop), names.INDEX)
         weight, bias = use(self.k_norm, full), use(self.k_norm_bias, full)
         return layer_norm(k_BTu, weight, bias, self.cfg.k_norm_eps)
 
@@ -185,6 +188,7 @@ class Dsa(Mla):
     def _sparse(self, q_idx, k_idx, w_idx, q, q_rope, latent, k_rope, segment_ids, k_b, v_b):
         stopped = jax.lax.stop_gradient((q_idx, k_idx, w_idx))
         indices = lightning_indexer(*stopped, top_k=self.dsa.top_k, segment_ids=segment_ids)
+        indices = tag(indices, names.CHOSEN_KEYS)
         q_latent = jnp.einsum("btnh,cnh->btnc", q, k_b)
         absorbed = (q_latent, q_rope, latent, k_rope)
         if q.shape[1] <= self.masked_up_to():

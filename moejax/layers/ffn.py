@@ -9,6 +9,8 @@ from flax import nnx
 from moejax.config import FfnConfig
 from moejax.layers.adapter import Drop, project
 from moejax.layers.param import weight, wide
+from moejax.memory import names
+from moejax.memory.names import tag
 from moejax.typing import Array, Float
 
 
@@ -51,6 +53,6 @@ class Glu(nnx.Module):
         self.down = weight(rngs, (inner, dim), ("ffn", "embed"), std=std)
 
     def __call__(self, x_BTD: jax.Array, drop: Drop | None = None) -> jax.Array:
-        both = project(self, "gate_up", x_BTD, drop=drop)
+        both = tag(project(self, "gate_up", x_BTD, drop=drop), names.GLU_GATE_UP)
         hidden_BTF = activate(both[..., 0, :], both[..., 1, :], self.cfg)
         return project(self, "down", hidden_BTF, drop=drop)

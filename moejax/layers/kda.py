@@ -15,6 +15,8 @@ from moejax.config import KdaConfig
 from moejax.layers.adapter import Drop, project
 from moejax.layers.cache import KdaCache, Now
 from moejax.layers.param import use, vector, weight, wide
+from moejax.memory import names
+from moejax.memory.names import tag
 from moejax.partitioning import batch_local
 from pallas_kernels.gated_norm import gated_norm
 from pallas_kernels.kda import kda_fused
@@ -97,18 +99,19 @@ class Kda(nnx.Module):
         """What goes into the mixing row by row: projections of x, and the small weights."""
         cfg, full = self.cfg, wide(x_BTD.dtype)
         B, T, _ = x_BTD.shape
-        qkv = [project(self, name, x_BTD, drop=drop) for name in "qkv"]
+        qkv = [tag(project(self, name, x_BTD, drop=drop), names.KDA_QKV) for name in "qkv"]
         taps = [use(w, full) for w in (self.q_conv, self.k_conv, self.v_conv)]
-        decay_BTNH = self._low_rank(x_BTD, "decay", drop).reshape(B, T, cfg.num_heads, cfg.head_dim)
+        decay_BTX = tag(self._low_rank(x_BTD, "decay", drop), names.KDA_DECAY)
+        decay_BTNH = decay_BTX.reshape(B, T, cfg.num_heads, cfg.head_dim)
         beta_BTN = project(self, "beta", x_BTD, drop=drop)
-        gate_BTNh = self._low_rank(x_BTD, "gate", drop).reshape(
-            B, T, cfg.num_heads, cfg.value_head_dim
-        )
+        gate_BTX = tag(self._low_rank(x_BTD, "gate", drop), names.KDA_GATE)
+        gate_BTNh = gate_BTX.reshape(B, T, cfg.num_heads, cfg.value_head_dim)
         small = (use(w, full) for w in (self.a_log, self.dt_bias, self.o_norm))
         return (*qkv, decay_BTNH, beta_BTN, gate_BTNh), (*taps, *small)
 
     def _project_out(self, y_BTNh: jax.Array, drop: Drop | None = None) -> jax.Array:
-        return project(self, "o", y_BTNh.reshape(*y_BTNh.shape[:2], -1), drop=drop)
+        flat_BTX = y_BTNh.reshape(*y_BTNh.shape[:2], -1)
+        return tag(project(self, "o", flat_BTX, drop=drop), names.ATTENTION_OUT)
 
     def _low_rank(self, x_BTD: jax.Array, name: str, drop: Drop | None) -> jax.Array:
         """x through one map, or through its two low-rank factors where the config has them."""

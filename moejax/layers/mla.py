@@ -14,6 +14,8 @@ from moejax.layers.cache import LatentCache, Now
 from moejax.layers.norm import RmsNorm
 from moejax.layers.param import use, weight, wide
 from moejax.layers.rope import At, rotate, softmax_scale_factor
+from moejax.memory import names
+from moejax.memory.names import tag
 from moejax.partitioning import batch_local
 from pallas_kernels.mla_attention import max_logit, mla_attention
 
@@ -124,9 +126,11 @@ class Mla(nnx.Module):
         cfg = self.cfg
         source, q_latent = x_BTD, None
         if cfg.q_latent:
-            source = q_latent = self.q_norm(project(self, "q_a", x_BTD, drop=drop))
+            q_a_BTQ = tag(project(self, "q_a", x_BTD, drop=drop), names.MLA_LATENTS)
+            source = q_latent = self.q_norm(q_a_BTQ)
         q_BTNH = project(self, "q_b" if cfg.q_latent else "q", source, drop=drop)
-        both_BTC = project(self, "kv_a", x_BTD, drop=drop)
+        q_BTNH = tag(q_BTNH, names.MLA_QUERIES)
+        both_BTC = tag(project(self, "kv_a", x_BTD, drop=drop), names.MLA_LATENTS)
         latent_BTC = self.kv_norm(both_BTC[..., : cfg.kv_latent])
         k_rope_BT1R = rotate(both_BTC[..., None, cfg.kv_latent :], cfg, cfg.rope, at)
         q_rope_BTNR = rotate(q_BTNH[..., cfg.nope_dim :], cfg, cfg.rope, at)
@@ -169,10 +173,11 @@ class Mla(nnx.Module):
         """Gate in float32, one rounding, output projection."""
         dtype = x_BTD.dtype
         if self.cfg.output_gate != "none":
-            logits = project(self, "gate", x_BTD, drop=drop).astype(wide(dtype))
+            gate_BTX = tag(project(self, "gate", x_BTD, drop=drop), names.MLA_GATE)
+            logits = gate_BTX.astype(wide(dtype))
             out_BTNh = out_BTNh * jax.nn.sigmoid(logits).reshape(*out_BTNh.shape[:3], -1)
         flat = out_BTNh.astype(dtype).reshape(*x_BTD.shape[:2], -1)
-        return project(self, "o", flat, drop=drop)
+        return tag(project(self, "o", flat, drop=drop), names.ATTENTION_OUT)
 
 
 def expanded(

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.memory.policy import remat
+from moejax.memory.policy import Policy, policy_for, remat
 
 Body = Callable[[Any, Any, Any], tuple[Any, Any]]
 
@@ -31,7 +31,7 @@ class Loop(NamedTuple):
 
 def run_layers(
     bodies: Sequence[Body], carry: Any, xs: Sequence[Any], consts: Any, loop: Loop, *,
-    policy: str, keep: Callable[[Any], Any], rebuild: Callable[[Any, Any], Any],
+    policy: Policy | str, keep: Callable[[Any], Any], rebuild: Callable[[Any, Any], Any],
 ) -> tuple[Any, list[Any]]:  # fmt: skip
     """All layers in turn.
 
@@ -41,13 +41,14 @@ def run_layers(
       xs: of every run, what its layers get, [repeats, count, ...].
       consts: what every layer gets.
       loop: how often each body runs.
-      policy: see `moejax.memory.policy`; with "none" nothing is rebuilt.
+      policy: see `moejax.memory.policy`; where it keeps everything, nothing is rebuilt.
       keep: the part of a layer's input that its backward pass needs.
       rebuild: ``(carry after the last layer, kept) -> carry before the layer``.
     Returns:
       The carry after them, and per run the auxiliary values [repeats, count, ...].
     """
-    if policy == "none":
+    policy = policy_for(policy) if isinstance(policy, str) else policy
+    if policy.everything:
         steps = [lambda carry, x, body=body: body(carry, x, consts) for body in bodies]
         return walk(steps, carry, xs, loop)
     return _rebuilding(bodies, loop, policy, keep, rebuild)(carry, list(xs), consts)
@@ -137,7 +138,7 @@ class _Pull:
     wanted: list[bool]
 
 
-def _rebuilding(bodies, loop: Loop, policy: str, keep, rebuild):
+def _rebuilding(bodies, loop: Loop, policy: Policy, keep, rebuild):
     """`walk` over the bodies, with a gradient that rebuilds their carries."""
     pulls: dict[int, _Pull] = {}  # filled in by the forward pass, read by the backward one
 
@@ -205,7 +206,7 @@ def _frozen(x: Any, wanted: Sequence[bool]) -> list[bool]:
     return [leaf.ndim > 2 and not hit for leaf, hit in zip(jax.tree.leaves(x), wanted, strict=True)]
 
 
-def _vjp(body: Body, policy: str, once: bool, wanted: list[bool], carry, x, consts):
+def _vjp(body: Body, policy: Policy, once: bool, wanted: list[bool], carry, x, consts):
     """One layer: its carry, auxiliary values and ``(d_carry, d_aux) -> (d_carry, d_x)``.
 
     A layer that runs `once`, in no loop, is kept apart from its own recomputation. Gradients are

@@ -19,6 +19,7 @@ from pallas_kernels.blocks import (
     split,
     visible,
 )
+from pallas_kernels.saved import ATTENDED, saved
 
 _QUERY_BLOCK = 128
 _KEY_BLOCK = 256
@@ -153,7 +154,7 @@ def _attend(q, k, v, seg_q, seg_k, q_offset, indices, scale, causal):
 
 
 def _attend_fwd(q, k, v, seg_q, seg_k, q_offset, indices, scale, causal):
-    out, lse = _forward(q, k, v, seg_q, seg_k, q_offset, indices, scale, causal)
+    out, lse = saved(_forward(q, k, v, seg_q, seg_k, q_offset, indices, scale, causal), ATTENDED)
     return (out, lse), (q, k, v, seg_q, seg_k, q_offset, indices, out, lse)
 
 

@@ -16,6 +16,7 @@ from pallas_kernels.mla_attention import spans
 from pallas_kernels.mla_attention.pallas_gpu_grads import gradients
 from pallas_kernels.mla_attention.pallas_gpu_tile import LOG2_E, Kernel, Seen, Sizes, dots, parts
 from pallas_kernels.mla_attention.tiles import tiles_for
+from pallas_kernels.saved import ATTENDED, saved
 
 # Where the running maximum starts: finite, so that exp2(-inf - start) is 0 and not nan.
 _LOWEST = -1e30
@@ -56,7 +57,7 @@ def _attend(sizes: Sizes, q, k, v, seen: Seen):
 
 
 def _attend_fwd(sizes, q, k, v, seen):
-    out, lse = _attend(sizes, q, k, v, seen)
+    out, lse = saved(_attend(sizes, q, k, v, seen), ATTENDED)
     return (out, lse), (q, k, v, seen, out, lse)
 
 

@@ -17,6 +17,7 @@ from pallas_kernels.choose import target_chip
 from pallas_kernels.mla_attention import chosen
 from pallas_kernels.mla_attention.pallas_tpu_tile import Kernel, Seen, Sizes, vmem
 from pallas_kernels.mla_attention.tiles import tpu_tile_for
+from pallas_kernels.saved import ATTENDED, saved
 
 _LOWEST = -1e30
 
@@ -69,7 +70,7 @@ def _attend(sizes: Sizes, q, k, v, seen: Seen):
 
 
 def _attend_fwd(sizes, q, k, v, seen):
-    out, lse = _attend(sizes, q, k, v, seen)
+    out, lse = saved(_attend(sizes, q, k, v, seen), ATTENDED)
     return (out, lse), (q, k, v, seen, out, lse)
 
 

@@ -20,6 +20,7 @@ from pallas_kernels.blocks import (
     scan_queries,
     take_rows,
 )
+from pallas_kernels.saved import ATTENDED, saved
 
 _QUERY_BLOCK = 64
 # Bytes of a sequence's gathered rows and scores in flight.
@@ -118,7 +119,7 @@ def _attend(q_BTNK, rows_BSK, indices_BTJ, C, scale, deterministic):
 
 
 def _attend_fwd(q_BTNK, rows_BSK, indices_BTJ, C, scale, deterministic):
-    out, lse = _forward(q_BTNK, rows_BSK, indices_BTJ, C, scale)
+    out, lse = saved(_forward(q_BTNK, rows_BSK, indices_BTJ, C, scale), ATTENDED)
     return (out, lse), (q_BTNK, rows_BSK, indices_BTJ, out, lse)
 
 

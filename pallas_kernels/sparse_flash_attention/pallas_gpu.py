@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels import _gpu
 from pallas_kernels.blocks import NO_KEY_LSE
 from pallas_kernels.choose import target_chip
+from pallas_kernels.saved import ATTENDED, saved
 from pallas_kernels.sparse_flash_attention import chunked
 from pallas_kernels.sparse_flash_attention.pallas_gpu_grads import gradients
 from pallas_kernels.sparse_flash_attention.pallas_gpu_tile import (
@@ -79,7 +80,7 @@ def _attend(sizes: Sizes, deterministic, queries, rows, indices):
 
 
 def _attend_fwd(sizes, deterministic, queries, rows, indices):
-    out, lse = _attend(sizes, deterministic, queries, rows, indices)
+    out, lse = saved(_attend(sizes, deterministic, queries, rows, indices), ATTENDED)
     return (out, lse), (queries, rows, indices, out, lse)
 
 

@@ -10,6 +10,8 @@ from flax import nnx
 from moejax.config import FfnConfig, MoeConfig
 from moejax.layers.adapter import Adapter
 from moejax.layers.param import weight
+from moejax.memory import names
+from moejax.memory.names import tag
 from pallas_kernels.grouped_matmul import grouped_matmul, mxfp4
 
 # Maps of an expert: our leaf, and the published name under which an adapter of it sits.
@@ -107,4 +109,5 @@ def run_rows(
             lora_scale=lora_scales.get(name, 1.0),
         )  # fmt: skip
 
-    return mapped("down", mapped("gate_up", rows_RL, activation))
+    hidden_RF = tag(mapped("gate_up", rows_RL, activation), names.EXPERT_HIDDEN)
+    return tag(mapped("down", hidden_RF), names.EXPERT_OUT)

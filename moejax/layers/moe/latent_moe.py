@@ -17,6 +17,8 @@ from moejax.layers.moe.placement import MAX_PLACES, Spread, canonical, look_up, 
 from moejax.layers.moe.router import Router
 from moejax.layers.norm import RmsNorm
 from moejax.layers.param import Balance, weight
+from moejax.memory import names
+from moejax.memory.names import tag
 from moejax.partitioning import batch_local
 from moejax.partitioning.expert_exchange import Copies, exchange_experts
 from pallas_kernels.permute import plan_permute
@@ -66,7 +68,9 @@ class LatentMoe(nnx.Module):
             kept_BTA = batch_local(self._within_capacity, (0,))(sent_BTA)
             aux["dropped"] = jnp.sum((kept_BTA != sent_BTA), dtype=jnp.int32)
             sent_BTA = kept_BTA
-        latent_BTL = project(self, "latent_down", x_BTD, drop=drop) if cfg.latent_dim else x_BTD
+        latent_BTL = x_BTD
+        if cfg.latent_dim:
+            latent_BTL = tag(project(self, "latent_down", x_BTD, drop=drop), names.LATENT)
         routed_BTL, stats = exchange_experts(
             latent_BTL, self._places(sent_BTA), weights_BTA,
             self.experts.weights(), self.experts.row_fn(),

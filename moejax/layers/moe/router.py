@@ -13,6 +13,8 @@ from jax import lax
 from moejax.config import MoeConfig
 from moejax.layers.adapter import Drop, project
 from moejax.layers.param import Balance, weight, wide
+from moejax.memory import names
+from moejax.memory.names import tag
 from moejax.partitioning import batch_local
 from moejax.typing import Array, Float, Int
 
@@ -94,6 +96,7 @@ class Router(nnx.Module):
         """
         cfg, full = self.cfg, wide(x_BTD.dtype)
         logits = project(self, "weight", x_BTD.astype(full), drop=drop, precision="highest")
+        logits = tag(logits, names.ROUTER)
         # Per device: XLA gathers the whole batch before a top-k that it partitions itself.
         ids, weights = batch_local(self._route, (0,))(logits, self.bias[...])
         scores = scores_of(logits, cfg.score)
