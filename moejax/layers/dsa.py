@@ -14,6 +14,7 @@ from flax import nnx
 from moejax.config import ConfigError, DsaConfig, MlaConfig
 from moejax.layers.adapter import Drop, project
 from moejax.layers.cache import IndexedCache, Now
+from moejax.layers.dsa_recall import chosen_mass
 from moejax.layers.mla import Latents, Mla, expanded
 from moejax.layers.norm import layer_norm
 from moejax.layers.param import use, vector, weight, wide
@@ -88,6 +89,10 @@ class Dsa(Mla):
 
     Stage `warmup`: dense attention, only the indexer learns; `sparse`: top-k attention and the
     indexer learns from its KL; `frozen`: top-k attention, the indexer is left as it is.
+
+    Attributes:
+      track_recall: also measure how much of the attention the chosen keys have (`recall`, the sums
+        of `chosen_mass`); takes [T, T] a head, for benchmarks.
     """
 
     def __init__(
@@ -104,7 +109,7 @@ class Dsa(Mla):
                 f"model.mla.rope_dim={cfg.rope_dim} dims it rotates. "
                 "Make it larger, or set model.dsa.rope='none'."
             )
-        self.dsa = dsa
+        self.dsa, self.track_recall = dsa, False
         self.indexer = Indexer(dim, dsa, cfg, std, rngs)
 
     def attend(
@@ -120,7 +125,11 @@ class Dsa(Mla):
         run = batch_local(body, (0,) * 8)
         args = (*index, *parts[:4], segment_ids_BT, *self.kv_maps(x_BTD.dtype))
         out_BTNh, kl_B, top = run(*args)
-        return out_BTNh, {"indexer_kl": jnp.sum(kl_B), **self._max_aux(top)}
+        aux = {"indexer_kl": jnp.sum(kl_B), **self._max_aux(top)}
+        if self.track_recall:
+            mass = batch_local(self._mass, (0,) * 8)(*args)
+            aux["recall"] = jnp.stack([jnp.sum(mass_B) for mass_B in mass])
+        return out_BTNh, aux
 
     def cached(self, x_BTD: jax.Array, cache: Any, now: Now) -> tuple[jax.Array, IndexedCache]:
         """As in MLA, with the tokens' index keys among their rows."""
@@ -174,6 +183,13 @@ class Dsa(Mla):
         kl_BT = indexer_kl(q_idx, k_idx, w_idx, *main, scale=self.scale, segment_ids=segment_ids)
         return out, _row_sums(kl_BT, segment_ids), top
 
+    def _mass(self, q_idx, k_idx, w_idx, q, q_rope, latent, k_rope, segment_ids, k_b, v_b):
+        indices = lightning_indexer(
+            q_idx, k_idx, w_idx, top_k=self.dsa.top_k, segment_ids=segment_ids, order="any"
+        )
+        q_latent = jnp.einsum("btnh,cnh->btnc", q, k_b)
+        return chosen_mass(q_latent, q_rope, latent, k_rope, indices, segment_ids, scale=self.scale)
+
     def masked_up_to(self) -> int:
         """Longest row in which other keys are masked; in longer ones the selected are gathered.
 
@@ -187,7 +203,9 @@ class Dsa(Mla):
 
     def _sparse(self, q_idx, k_idx, w_idx, q, q_rope, latent, k_rope, segment_ids, k_b, v_b):
         stopped = jax.lax.stop_gradient((q_idx, k_idx, w_idx))
-        indices = lightning_indexer(*stopped, top_k=self.dsa.top_k, segment_ids=segment_ids)
+        indices = lightning_indexer(
+            *stopped, top_k=self.dsa.top_k, segment_ids=segment_ids, order="any"
+        )
         indices = tag(indices, names.CHOSEN_KEYS)
         q_latent = jnp.einsum("btnh,cnh->btnc", q, k_b)
         absorbed = (q_latent, q_rope, latent, k_rope)

@@ -27,7 +27,7 @@ def lightning_indexer(
     segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
     q_offset: int | Int[Array, ""] = 0,
-    order: Literal["score", "position"] = "score",
+    order: Literal["score", "position", "any"] = "score",
     approx_recall: float | None = None,
     return_scores: Literal[False] = False,
     impl: str | None = None,
@@ -44,7 +44,7 @@ def lightning_indexer(
     segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
     q_offset: int | Int[Array, ""] = 0,
-    order: Literal["score", "position"] = "score",
+    order: Literal["score", "position", "any"] = "score",
     approx_recall: float | None = None,
     return_scores: Literal[True],
     impl: str | None = None,
@@ -60,7 +60,7 @@ def lightning_indexer(
     segment_ids: Int[Array, "B T"] | None = None,
     kv_segment_ids: Int[Array, "B S"] | None = None,
     q_offset: int | Int[Array, ""] = 0,
-    order: Literal["score", "position"] = "score",
+    order: Literal["score", "position", "any"] = "score",
     approx_recall: float | None = None,
     return_scores: bool = False,
     impl: str | None = None,
@@ -80,7 +80,8 @@ def lightning_indexer(
       kv_segment_ids: document of each key; `segment_ids` if None (then S must equal T).
       q_offset: position of the first query among the keys.
       order: "score" falls by score, the lower index first in a tie; "position" rises by index: the
-        same keys, found with less work on a GPU, and what reads them walks through memory.
+        same keys, found with less work on a GPU, and what reads them walks through memory; "any"
+        is whichever of both takes less work.
       approx_recall: None is exact. Otherwise `lax.approx_max_k` may miss some, up to 1 minus this
         share of them on average; it does so on TPUs alone. `recall` tells what was missed.
       return_scores: also return the scores of the chosen keys.
@@ -99,8 +100,8 @@ def lightning_indexer(
     top_k = operator.index(top_k)
     if top_k < 1:
         raise ValueError(f"lightning_indexer: top_k={top_k}. Ask for at least 1 key a query.")
-    if order not in ("score", "position"):
-        raise ValueError(f'lightning_indexer: order={order!r}. Use "score" or "position".')
+    if order not in ("score", "position", "any"):
+        raise ValueError(f'lightning_indexer: order={order!r}. Use "score", "position" or "any".')
     if approx_recall is not None and not 0 < approx_recall <= 1:
         raise ValueError(f"lightning_indexer: approx_recall={approx_recall}. Give a share up to 1.")
     seg_q, seg_k = blocks.check_both_segments(

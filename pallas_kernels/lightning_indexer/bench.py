@@ -49,7 +49,7 @@ def _call(case: specs.Case, q: jax.Array, k: jax.Array, w: jax.Array, impl: str 
     seg_q, seg_k = (jnp.ones((case.B, length), jnp.int32) for length in (case.T, case.S))
     return lightning_indexer(
         q, k, w, top_k=case.J, q_offset=case.S - case.T, segment_ids=seg_q, kv_segment_ids=seg_k,
-        impl=impl,
+        order="any", impl=impl,
     )  # fmt: skip
 
 

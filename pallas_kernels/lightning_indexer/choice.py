@@ -5,20 +5,34 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.choose import target_platform
+from pallas_kernels.lightning_indexer import threshold
+
+# On a CPU fewer keys than these are found faster by lax.top_k: 0.09 ms against 0.25 for 128 rows of
+# 256 scores and 8 keys; at 512 and 64 it is 1.2 against 0.6.
+_FEWEST = 32
+
 
 def choose_keys(
     scores: jax.Array, top_k: int, order: str, approx_recall: float | None
 ) -> tuple[jax.Array, jax.Array]:
     """Indices and scores [.., J] of the largest scores [.., S]; -1 where the score is -inf.
 
-    J is at most S. Exact choices fall by score, the lower index first in a tie.
+    J is at most S. Exact choices fall by score, the lower index first in a tie, unless another
+    order is as good: by position where asked, and as they are found for "any".
     """
+    if approx_recall is None and order != "score" and _by_threshold(scores, top_k):
+        return threshold.select(scores, top_k)
     if approx_recall is None:
         values, indices = lax.top_k(scores, top_k)
     else:
         values, indices = lax.approx_max_k(scores, top_k, recall_target=approx_recall)
     indices = jnp.where(values > -jnp.inf, indices, -1).astype(jnp.int32)
     return by_position(indices, values) if order == "position" else (indices, values)
+
+
+def _by_threshold(scores: jax.Array, top_k: int) -> bool:
+    return target_platform() == "cpu" and scores.dtype == jnp.float32 and top_k >= _FEWEST
 
 
 def by_position(indices: jax.Array, scores: jax.Array) -> tuple[jax.Array, jax.Array]:
