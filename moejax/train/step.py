@@ -202,7 +202,9 @@ def _next_balance(program: Program, balance: dict, aux) -> dict:
 
     Each run's biases [repeats, count, E] from what its layers measured.
     """
-    if program.has_base:  # the experts keep the loads that they were trained with
+    model = program.cfg.model
+    warmup = model.dsa.stage == "warmup" and "dsa" in model.attention_kinds()
+    if program.has_base or warmup:  # the experts keep the loads that they were trained with
         return balance
     out = jax.tree.map(lambda leaf: leaf, balance)  # fresh dicts
     for stack, run, kind, values in _each_run(program, aux):
