@@ -46,13 +46,16 @@ def test_the_keys_of_a_stable_sort(kind, S, J, monkeypatch):
 
 
 def test_any_order_has_the_keys_of_the_reference():
-    """Packed rows, ties everywhere; more keys asked for than some queries see."""
+    """Packed rows, ties everywhere, -0.0 and NaN; more keys asked for than some queries see."""
     x = specs.Case(2, 130, 130, 3, 4, 40, starts=(50, 52), padding=5).inputs(whole=True)
+    x["w_idx"] = x["w_idx"].at[0].set(-jnp.abs(x["w_idx"][0]) - 1)  # a dead relu gives -0.0
+    x["k_idx"] = x["k_idx"].at[:, jnp.array([3, 60])].set(jnp.nan)
     index = functools.partial(lightning_indexer, top_k=40, return_scores=True)
     found = jax.jit(functools.partial(index, order="any"))(**x)
     wanted = jax.jit(functools.partial(index, order="position", impl="ref"))(**x)
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(a, b)
+    assert (np.asarray(found[1]) == np.finfo(np.float32).min).any()  # a NaN that was chosen
 
 
 @pytest.mark.parametrize(
