@@ -6,7 +6,6 @@ import dataclasses
 import os
 import pathlib
 import re
-import resource
 import sys
 import tempfile
 import time
@@ -25,6 +24,7 @@ from moejax.planner.categories import Category, argument_categories
 from moejax.planner.collectives import Collective, collective_reader, count_collectives
 from moejax.planner.flops import flops_of
 from moejax.planner.hardware import Hardware, num_chips, target_config
+from moejax.planner.host_memory import forget_traces, give_back, host_bytes, keep_one_arena
 from moejax.planner.measure import Measured, run_and_measure
 from moejax.planner.overlap import Overlap, read_overlap
 from moejax.planner.roofline import Roofline, hardware_flops, hbm_bytes, roofline, with_links
@@ -205,6 +205,7 @@ def compile_for(
         )
     if run and sys.platform != "linux":
         raise ConfigError("--run reads memory from /proc, which only Linux has: leave it out.")
+    keep_one_arena()
     devices = absent_devices(hardware)
     if not keep_batch:
         cfg = one_row_a_device(cfg, len(devices))
@@ -290,11 +291,13 @@ def _compile(
                 donate_argnums=0,
                 out_shardings=(program.shardings, None),
                 compiler_options=options,
+                before_compile=forget_traces,
             )
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return None, " ".join(str(error).split()), time.perf_counter() - began
+    give_back()
     return compiled, "", compiled.compile_s
 
 
@@ -340,9 +343,3 @@ def _bound(
         chip=hardware.chip,
         peak_flops=peak_flops(mesh.devices.flat[0], cfg.train.compute_dtype)[0],
     )  # fmt: skip
-
-
-def host_bytes() -> int:
-    """Largest resident memory of this process so far."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024

@@ -93,8 +93,13 @@ class Compiled(NamedTuple):
     kernels: dict[str, Choice]
 
 
-def compile_once(fn: Callable, *args: Any, **jit_options: Any) -> Compiled:
-    """`fn` compiled for arguments of these shapes and shardings (arrays or ShapeDtypeStructs)."""
+def compile_once(
+    fn: Callable, *args: Any, before_compile: Callable[[], None] | None = None, **jit_options: Any
+) -> Compiled:
+    """`fn` compiled for arguments of these shapes and shardings (arrays or ShapeDtypeStructs).
+
+    `before_compile` is called between tracing and compilation.
+    """
     traces = [0]
 
     def counted(*inner):
@@ -105,6 +110,8 @@ def compile_once(fn: Callable, *args: Any, **jit_options: Any) -> Compiled:
     before, start = dict(_events), time.perf_counter()
     with recording() as kernels:
         lowered = jax.jit(counted, **jit_options).lower(*args)
+    if before_compile is not None:
+        before_compile()
     executable = lowered.compile()
     meet()  # so that nobody runs it long before the others have it
     seconds = time.perf_counter() - start

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import re
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from moejax.config.load import load_config
 from moejax.partitioning import make_mesh
+from moejax.partitioning.shard import gather
 from moejax.planner.aot import CompileReport, absent_devices, compile_for
 from moejax.planner.hardware import parse_hardware
 from moejax.planner.overlap import hidden_share
 from moejax.train.xla_flags import FLAGS, accepted, flags_for
+from pallas_kernels.choose import lowering_for
 
 pytestmark = pytest.mark.aot
 # Layers without experts, wide enough for compute to last about as long as gathers do; the widths
@@ -69,6 +76,33 @@ def test_tpu_fuses_gathers_with_compute():
     # The same gathers, each counted once though it stands in every fusion that carries it on.
     sent = [sum(row.sent_bytes for row in rows) for rows in (off, within)]
     assert sent[0] == sent[1] > 0
+
+
+def test_over_a_whole_torus_weights_are_gathered_and_not_summed():
+    """At once, a gather over 4 x 4 x 4 chips is an all-reduce: twice the bytes, never hidden."""
+    if importlib.util.find_spec(NEEDS["tpu"]) is None:
+        pytest.skip("needs pip install 'moejax[aot]'")
+    sizes = {"mesh.fsdp": 4, "mesh.expert": 16}
+    cfg = load_config("kimi_linear_48b", sizes)
+    mesh = make_mesh(cfg.mesh, absent_devices(parse_hardware("v5p:4x4x4")))
+    stored = NamedSharding(mesh, P(None, ("fsdp", "expert"), None))
+    rows = NamedSharding(mesh, P(("fsdp", "expert"), None))
+    w_XDF = jax.ShapeDtypeStruct((8, 2048, 1024), jnp.bfloat16, sharding=stored)
+    x_MD = jax.ShapeDtypeStruct((64 * 1024, 2048), jnp.bfloat16, sharding=rows)
+
+    def last_of(w_XDF, x_MD):
+        def layer(x_MD, w_DF):
+            w_DF = gather(w_DF, ("embed", None))
+            return jnp.tanh(x_MD @ w_DF) @ w_DF.T, None
+
+        return jax.lax.scan(layer, x_MD, w_XDF)[0]
+
+    summed = {}
+    for platform in ("cpu", "tpu"):  # a CPU gathers at once
+        with jax.set_mesh(mesh), lowering_for(platform):
+            text = jax.jit(lambda w, x: last_of(w, x)).lower(w_XDF, x_MD).compile().as_text()
+        summed[platform] = bool(re.search(r" all-reduce(?:-start)?\(", text))
+    assert summed == {"cpu": True, "tpu": False}
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
