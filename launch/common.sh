@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by the launch scripts: finds Python, makes the environment once, and says what it does.
 #
 #   PYTHON        interpreter to make the environment with (default: python3)
@@ -96,7 +97,7 @@ install_into_environment() {
   else
     say "no tested versions for Python $PY_VERSION, installing the newest (log: $log)"
   fi
-  if ! "$BIN/python" -m pip install "${options[@]}" --editable "$ROOT[${EXTRAS:-dev}]" >"$log" 2>&1; then
+  if ! "$BIN/python" -m pip install "${options[@]}" --editable "${ROOT}[${EXTRAS:-dev}]" >"$log" 2>&1; then
     tail -n 15 "$log" >&2
     die "the installation failed, see $log; the next call starts it again."
   fi

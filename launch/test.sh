@@ -10,6 +10,9 @@
 #                                             aot, then every kernel, whose table is
 #                                             pallas_kernels/GATES.md; further arguments go to
 #                                             python -m moejax.planner.kernel_gate
+#   ./launch/test.sh slurm                    submits launch/slurm.sh to a SLURM of this machine, in
+#                                             a folder of its own; installs Debian's packages where
+#                                             they are missing (root)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
@@ -19,7 +22,7 @@ gate() {
   say "pytest -m aot"
   "$BIN/python" -m pytest -q -m aot || failed+=(pytest)
   say "every kernel at its real sizes, up to 20 minutes"
-  local options=(--chips=h200,v5p --also=b200,v6e,tpu7x)
+  local options=("--chips=h200,v5p" "--also=b200,v6e,tpu7x")
   [ "$#" -gt 0 ] || options+=(--markdown=pallas_kernels/GATES.md)
   local code=0
   "$BIN/python" -m moejax.planner.kernel_gate "${options[@]}" "$@" || code=$?
@@ -27,6 +30,26 @@ gate() {
   [ "$code" -eq 0 ] || failed+=(kernels)
 }
 
+# SLURM's daemons and commands.
+install_slurm() {
+  local missing=() program
+  for program in munged slurmctld slurmd sbatch; do
+    PATH="$PATH:/usr/sbin" command -v "$program" >/dev/null || missing+=("$program")
+  done
+  [ "${#missing[@]}" -gt 0 ] || return 0
+  local packages="munge slurmctld slurmd slurm-client"
+  command -v apt-get >/dev/null && [ "$(id -u)" -eq 0 ] ||
+    die "${missing[*]} missing: install them, on Debian by root: apt-get install $packages"
+  say "installing $packages"
+  # shellcheck disable=SC2086  # words
+  { apt-get update && apt-get install --yes --no-install-recommends $packages; } >/dev/null ||
+    die "apt-get could not install $packages"
+}
+
+if [ "${1:-}" = slurm ]; then
+  install_slurm
+  set -- -m slurm tests/cluster "${@:2}"
+fi
 if [ "${1:-}" = aot ]; then
   export EXTRAS="dev,aot" MOEJAX_VENV="${MOEJAX_VENV:-$ROOT/.venv-aot}"
 fi
