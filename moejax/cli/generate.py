@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from moejax.cli.flags import Parser, add_devices, is_first_process, positive, start_devices
 from moejax.config import ConfigError, RunConfig
+from moejax.config.data import IMAGE_STYLES
 from moejax.config.load import apply_overrides
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ EXAMPLES = (
     "moejax generate --checkpoint=runs/tiny/checkpoints/200 --prompt='# ' --temperature=0.8 \\",
     "    --top-p=0.95 --seed=1",
     "moejax generate --checkpoint=runs/tiny --prompts-file=prompts.txt --output=out.jsonl",
+    "moejax generate --checkpoint=runs/digits --image=seven.png",
     "moejax generate --checkpoint=runs/tiny --devices=8 --config.mesh.expert=4",
 )
 
@@ -30,7 +32,9 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = _parser().parse(argv)
     if not options.checkpoint:
         raise ConfigError("--checkpoint is needed: a workdir, a step in it, or a model folder.")
-    if (options.prompt is None) == (options.prompts_file is None):
+    if options.image and options.prompts_file is not None:
+        raise ConfigError("--image goes with --prompt, or stands alone.")
+    if not options.image and (options.prompt is None) == (options.prompts_file is None):
         raise ConfigError("give one of --prompt=TEXT and --prompts-file=FILE.")
     if options.output and options.prompts_file is None:
         raise ConfigError("--output goes with --prompts-file; one prompt is printed.")
@@ -50,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     if model.tokenizer is None:
         raise ConfigError(f"{options.checkpoint} has no tokenizer: text needs one.")
     if options.prompts_file is None:
-        _stream(model, prompts[0], options, settings)
+        _stream(model, prompts[0] or "", options, settings)
     else:
         write_lines(_continue_all(model, prompts, options, settings), options.output)
     return 0
@@ -84,6 +88,14 @@ def _parser() -> Parser:
     text.add_argument(
         "--prompts-file", metavar="FILE",
         help='a prompt a line; of a .jsonl file the "prompt" of every object',
+    )  # fmt: skip
+    text.add_argument(
+        "--image", metavar="FILE", action="append", default=[],
+        help="an image in front of --prompt, which may be left out; may be given several times",
+    )  # fmt: skip
+    text.add_argument(
+        "--image-style", choices=IMAGE_STYLES, default="auto",
+        help="how it stands there (default: data.image_style's auto)",
     )  # fmt: skip
     text.add_argument("--output", metavar="FILE", help="where the JSON lines go (default: printed)")
     text.add_argument(
@@ -161,6 +173,7 @@ def _stream(
     model: LanguageModel, prompt: str, options: argparse.Namespace, settings: dict[str, Any]
 ) -> None:
     from moejax.generate import TextStream, generate
+    from moejax.generate.prompts import image_prompt
 
     assert model.tokenizer is not None
     stream = TextStream(model.tokenizer, options.stop)
@@ -173,9 +186,12 @@ def _stream(
         show(stream.push(token))
         return stream.ended
 
+    ids, images = image_prompt(
+        model.tokenizer, prompt, options.image, model.config.vision, style=options.image_style
+    )
     generate(
-        model, [encode(model, prompt)], max_new_tokens=options.max_new_tokens,
-        stop=_stops(model, options), on_token=on_token, **settings,
+        model, [ids], max_new_tokens=options.max_new_tokens, stop=_stops(model, options),
+        on_token=on_token, images=[images] if images else None, **settings,
     )  # fmt: skip
     show(stream.flush() + "\n")
 

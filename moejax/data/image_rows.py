@@ -54,10 +54,17 @@ class ImageRoom(NamedTuple):
           pad_token: the pads' id.
           images: their patches fit the buffer.
         """
-        laid, starts = buffers(images, num_buffers=1, size=self.size, patch=self.patch)
-        return {
-            "pixels": laid.pixels[0],
-            "image_ids": laid.image_ids[0],
-            "places": laid.places[0],
-            "feature_at": feature_places(tokens, pad_token, images, starts),
-        }
+        return row_buffers(tokens, pad_token, images, self.size, self.patch)
+
+
+def row_buffers(
+    tokens: np.ndarray, pad_token: int, images: Sequence[PatchedImage], size: int, patch: int
+) -> dict[str, np.ndarray]:
+    """`ImageRoom.filled` for any room: `size` patches of `patch` pixels a side."""
+    laid, starts = buffers(images, num_buffers=1, size=size, patch=patch)
+    return {
+        "pixels": laid.pixels[0],
+        "image_ids": laid.image_ids[0],
+        "places": laid.places[0],
+        "feature_at": feature_places(tokens, pad_token, images, starts),
+    }

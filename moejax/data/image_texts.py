@@ -37,19 +37,23 @@ class ImageTokens(NamedTuple):
 
 
 class ImageRules:
-    """How the images of a run become tokens and patches.
+    """How the images of a model become tokens and patches.
 
     Args:
-      cfg: `image_patches` and `image_style` are read.
       vision: the tower's section.
-      tokenizer: of the run.
+      tokenizer: of the model.
+      style: `data.image_style`.
+      room: of a run's rows; None: no image is too large.
     Raises:
       ConfigError: the tokenizer has no tokens for the style, or the pad is a token of text.
     """
 
-    def __init__(self, cfg: DataConfig, vision: VisionConfig, tokenizer: Any):
-        self.room, self.vision, self.pad_token = ImageRoom.of(cfg, vision), vision, vision.pad_token
-        self._tokenizer, self.style = tokenizer, _style(cfg.image_style, tokenizer)
+    def __init__(
+        self, vision: VisionConfig, tokenizer: Any, style: str = "auto",
+        room: ImageRoom | None = None,
+    ):  # fmt: skip
+        self.room, self.vision, self.pad_token = room, vision, vision.pad_token
+        self._tokenizer, self.style = tokenizer, _style(style, tokenizer)
         if self.style == "bare":
             self._check_bare()
         else:
@@ -60,7 +64,7 @@ class ImageRules:
         """Those of a run; None where its rows have no room for images."""
         if not cfg.image_patches or vision is None or not vision.num_layers:
             return None
-        return cls(cfg, vision, tokenizer)
+        return cls(vision, tokenizer, cfg.image_style, ImageRoom.of(cfg, vision))
 
     def tokens(self, ref: ImageRef) -> ImageTokens:
         """An image's tokens; only the head of the file is read.
@@ -72,8 +76,7 @@ class ImageRules:
         step = MERGE * self.vision.patch
         new = size_within(height, width, self.vision)
         rows, columns = (MERGE * -(-side // step) for side in new)
-        assert self.room is not None
-        if rows * columns > self.room.size:
+        if self.room is not None and rows * columns > self.room.size:
             raise ImageError(
                 f"{ref.label}: has {rows} x {columns} patches; data.image_patches="
                 f"{self.room.size} have room in a row. Raise it, or lower model.vision.max_patches."

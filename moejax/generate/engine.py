@@ -15,12 +15,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from moejax.config import ConfigError
+from moejax.data.image_rows import row_buffers
+from moejax.data.patches import PatchedImage, check_pads
 from moejax.generate.sample import Sampling, choose, make_draw
+from moejax.layers.vision.images import RowImages, images_of
 from moejax.models.cache import empty_cache
 from moejax.models.parts import ModelParts, model_parts
 from moejax.partitioning import num_batch_shards
 
 OnToken = Callable[[int, int], Any]
+PromptImages = Sequence[Sequence[PatchedImage]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,11 +37,13 @@ class Buckets:
       prompt: the shortest prompt a program is compiled for.
       capacity: the least room for prompt and continuation.
       batch: most rows that run at once; more prompts take turns.
+      patches: the shortest buffer for images of a prompt.
     """
 
     prompt: int = 16
     capacity: int = 64
     batch: int = 8
+    patches: int = 64
 
 
 def power_of_two(size: int, floor: int = 1) -> int:
@@ -104,28 +110,35 @@ class Generator:
         sampling: Sampling | None = None,
         stop: Collection[int] = (),
         on_token: OnToken | None = None,
+        images: PromptImages | None = None,
     ) -> list[list[int]]:
         """Continues every prompt; see :func:`generate`."""
         sampling = sampling or Sampling()
         self._check(prompts, max_new_tokens)
+        if images is not None:
+            self._check_images(prompts, images)
         out: list[list[int]] = [[] for _ in prompts]
         # Prompts of like length run together, so that little is spent on padding.
         order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
         for start in range(0, len(order) if max_new_tokens else 0, self.buckets.batch):
             rows = order[start : start + self.buckets.batch]
             batch = {row: prompts[row] for row in rows}
-            self._run(params, balance, batch, max_new_tokens, sampling, stop, on_token, out)
+            seen = None if images is None else {row: images[row] for row in rows}
+            self._run(params, balance, batch, max_new_tokens, sampling, stop, on_token, out, seen)
         return out
 
-    def _run(self, params, balance, prompts, limit, sampling, stop, on_token, out) -> None:
+    def _run(
+        self, params, balance, prompts, limit, sampling, stop, on_token, out, images=None
+    ) -> None:
         """One batch, its rows by number; their tokens are appended to `out`."""
         tokens_BT, lengths_B, rows_B = self._batch(prompts)
+        laid = None if images is None else self._laid(tokens_BT, list(images.values()))
         capacity = power_of_two(tokens_BT.shape[1] + limit, self.buckets.capacity)
         prefill, step = self.programs(sampling.greedy, sampling.top_k)
         draw = make_draw(sampling, rows_B)
         active = set(prompts)
         with self.context():
-            token_B, cache = prefill(params, balance, tokens_BT, lengths_B, draw, capacity)
+            token_B, cache = prefill(params, balance, tokens_BT, lengths_B, draw, capacity, laid)
             for place in range(1, limit + 1):
                 given_B = token_B
                 if place < limit:  # under way while the host looks at the token before it
@@ -147,17 +160,20 @@ class Generator:
 
     @functools.cache  # noqa: B019 - programs live as long as the generator
     def programs(self, greedy: bool, top_k: int) -> tuple[Callable, Callable]:
-        """Jitted `(params, balance, tokens_BT, lengths_B, draw, capacity) -> (token_B, cache)` and
+        """Jitted `(params, balance, tokens_BT, lengths_B, draw, capacity, images) -> (token_B,
+        cache)` (images may be left out) and
         `(params, balance, token_B, cache, draw, place) -> (token_B, cache)`, which takes over the
         cache it is given.
         """
         parts, dtype = self.parts, self.dtype
 
-        def prefill(params, balance, tokens_BT, lengths_B, draw, capacity):
+        def prefill(params, balance, tokens_BT, lengths_B, draw, capacity, images=None):
             self.compilations["prefill"] += 1
             empty = empty_cache(parts.cfg, parts.segments, len(tokens_BT), capacity, dtype)
             model = parts.bind(params, balance)
-            logits_BV, cache = model.prefill(tokens_BT, lengths_B, empty, dtype=dtype)
+            logits_BV, cache = model.prefill(
+                tokens_BT, lengths_B, empty, dtype=dtype, images=images
+            )
             return choose(logits_BV, draw, jnp.int32(0), greedy=greedy, top_k=top_k), cache
 
         def step(params, balance, token_B, cache, draw, place):
@@ -185,6 +201,35 @@ class Generator:
             tokens_BT[place, tokens_BT.shape[1] - len(prompt) :] = prompt
             lengths_B[place], rows_B[place] = len(prompt), row
         return tokens_BT, lengths_B, rows_B
+
+    def _laid(
+        self, tokens_BT: np.ndarray, images: Sequence[Sequence[PatchedImage]]
+    ) -> RowImages | None:
+        """Buffers for the images of a batch's rows, as long as the fullest needs (by powers of 4);
+        None where there are none.
+        """
+        most = max(sum(image.num_patches for image in own) for own in images)
+        if not most:
+            return None
+        vision = self.parts.cfg.vision
+        size = self.buckets.patches
+        while size < most:
+            size *= 4
+        filled = [*images, *[()] * (len(tokens_BT) - len(images))]
+        rows = [
+            row_buffers(tokens, vision.pad_token, own, size, vision.patch)
+            for tokens, own in zip(tokens_BT, filled, strict=True)
+        ]
+        return images_of({name: np.stack([row[name] for row in rows]) for name in rows[0]})
+
+    def _check_images(self, prompts: Sequence[Sequence[int]], images: PromptImages) -> None:
+        vision = self.parts.cfg.vision
+        if len(images) != len(prompts):
+            raise ConfigError(f"images are of {len(images)} prompts, and {len(prompts)} are given.")
+        if not vision.num_layers and any(images):
+            raise ConfigError("the model has no vision tower (model.vision): it sees no images.")
+        for row, (prompt, own) in enumerate(zip(prompts, images, strict=True)):
+            check_pads(np.asarray(prompt), vision.pad_token, own, f"prompt {row}")
 
     def _check(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
         if max_new_tokens < 0:
@@ -238,6 +283,7 @@ def generate(
     seed: int = 0,
     stop: Collection[int] = (),
     on_token: OnToken | None = None,
+    images: PromptImages | None = None,
 ) -> list[list[int]]:
     """Continues prompts of token ids.
 
@@ -248,6 +294,8 @@ def generate(
       temperature, top_k, top_p, seed: see :class:`Sampling`; temperature 0 is greedy.
       stop: token ids that end a row; they are not part of the result.
       on_token: called with (row, token) as tokens come; what it returns ends the row if true.
+      images: of each prompt, which has a pad token (`model.vision.pad_token`) for each feature of
+        them in turn; None: no prompt has any.
     Returns:
       The new tokens of every prompt.
     Raises:
@@ -256,5 +304,5 @@ def generate(
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     return bundle.generator.generate(
         bundle.params, bundle.balance, prompts, max_new_tokens=max_new_tokens, sampling=sampling,
-        stop=frozenset(stop), on_token=on_token,
+        stop=frozenset(stop), on_token=on_token, images=images,
     )  # fmt: skip

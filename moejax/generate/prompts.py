@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from moejax.config import ConfigError
+from moejax.config import ConfigError, VisionConfig
 from moejax.data import Tokenizer
+from moejax.data.image_marks import ImageRef
+from moejax.data.image_texts import ImageRules
+from moejax.data.patches import PatchedImage
 from moejax.generate.scoring import ScoredRow
 
 
@@ -17,6 +22,34 @@ def prefix_token(tokenizer: Tokenizer) -> int:
 def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of a prompt, names of special tokens read as such; of an empty one its prefix."""
     return tokenizer.encode(text, specials=True).tolist() or [prefix_token(tokenizer)]
+
+
+def image_prompt(
+    tokenizer: Tokenizer, text: str, files: Sequence[str], vision: VisionConfig,
+    *, style: str = "auto",
+) -> tuple[list[int], list[PatchedImage]]:  # fmt: skip
+    """A prompt with images in front of its text.
+
+    Args:
+      tokenizer: of the model.
+      text: what follows them; may be empty.
+      files: of the images.
+      vision: section of the model's tower.
+      style: how an image stands in a text, see `data.image_style`.
+    Returns:
+      Token ids, and the images as `moejax.generate.generate` takes them.
+    Raises:
+      ConfigError: the model has no tower, or a file is no image that can be used.
+    """
+    if not files:
+        return prompt_ids(tokenizer, text), []
+    if not vision.num_layers:
+        raise ConfigError("the model has no vision tower (model.vision): it sees no images.")
+    rules = ImageRules(vision, tokenizer, style)
+    stand = [rules.tokens(ImageRef(file)) for file in files]
+    ids = [token for one in stand for token in one.ids.tolist()]
+    text_ids = tokenizer.encode(text, specials=True).tolist() if text else []
+    return ids + text_ids, [rules.load(one) for one in stand]
 
 
 def continuation_row(

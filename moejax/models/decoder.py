@@ -219,7 +219,7 @@ class Decoder(nnx.Module):
 
     def prefill(
         self, tokens_BT: jax.Array, lengths_B: jax.Array, cache: DecodeCache, *,
-        dtype: Any = jnp.float32,
+        dtype: Any = jnp.float32, images: RowImages | None = None,
     ) -> tuple[jax.Array, DecodeCache]:  # fmt: skip
         """Reads prompts in one parallel pass.
 
@@ -228,11 +228,12 @@ class Decoder(nnx.Module):
           lengths_B: int32, tokens of each prompt; what stands before them is padding.
           cache: an empty one, with room for at least T positions.
           dtype: compute dtype, that of the cache.
+          images: those in the prompts.
         Returns:
           Logits [B, V] of the token that follows each prompt, and the filled cache.
         """
         padding_B = tokens_BT.shape[1] - lengths_B.astype(jnp.int32)
-        return self._extend(tokens_BT, cache._replace(padding_B=padding_B), True, dtype)
+        return self._extend(tokens_BT, cache._replace(padding_B=padding_B), True, dtype, images)
 
     def decode_step(
         self, tokens_B: jax.Array, cache: DecodeCache, *, dtype: Any = jnp.float32
@@ -240,8 +241,8 @@ class Decoder(nnx.Module):
         """One more token a row: logits [B, V] of the token after it, and the cache with it in."""
         return self._extend(tokens_B[:, None], cache, False, dtype)
 
-    def _extend(self, tokens_BT, cache: DecodeCache, fresh: bool, dtype):
-        residual, now, layers = self._start(tokens_BT, dtype), cache.now(fresh=fresh), []
+    def _extend(self, tokens_BT, cache: DecodeCache, fresh: bool, dtype, images=None):
+        residual, now, layers = self._start(tokens_BT, dtype, images), cache.now(fresh=fresh), []
         for i, stack_cache in enumerate(cache.layers):
             residual, stack_cache = getattr(self, f"stack{i}").cached(residual, stack_cache, now)
             layers.append(stack_cache)
