@@ -385,6 +385,19 @@ def get_config() -> ConfigDict:
     # as GPUs do anyway; ahead = on GPUs the next layer's too, so that two layers' weights are held
     # [one of 'off', 'within', 'ahead']
     c.train.prefetch = "within"
+    # what becomes of a step whose loss or gradient is not finite, or whose loss is a spike: its
+    # batch is kept for `moejax replay`, and the run stops, goes on without its update, or goes back
+    # to the newest checkpoint and on behind its batch [one of 'stop', 'skip', 'rewind']
+    c.train.bad_step = "stop"
+    # bad steps in the whole run after which skip and rewind stop too [>= 1]
+    c.train.bad_step_limit = 10
+    # a loss above this multiple of the median of the last good ones is a spike; 0 = none is [>= 0]
+    c.train.spike_factor = 0.0
+    # good losses that the median is of; before there are so many no loss is a spike [>= 2]
+    c.train.spike_window = 50
+    # seconds of silence of a process after which the others name it and end, and seconds without a
+    # step after which the process they wait for is named; 0 = never (JAX ends all after 100) [>= 0]
+    c.train.watchdog_s = 90.0
 
     c.kernels = ConfigDict()
     # implementation that operators take where they have it and it runs; auto = the platform's

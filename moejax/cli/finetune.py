@@ -7,7 +7,14 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from moejax.cli.flags import Parser, add_config, add_devices, is_first_process, start_devices
+from moejax.cli.flags import (
+    Parser,
+    add_config,
+    add_devices,
+    exit_code,
+    is_first_process,
+    start_devices,
+)
 from moejax.config import ConfigError, RunConfig, check_asked
 from moejax.config.load import RESOLVED_FILE, load_config, shipped_names
 
@@ -52,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     if options.show:
         return 0
     result = run(cfg, options.workdir)
-    return 0 if result.signum is None else 128 + result.signum
+    return exit_code(options, result.signum)
 
 
 def _parser() -> Parser:

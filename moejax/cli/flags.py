@@ -211,6 +211,16 @@ def _no_devices(error: BaseException) -> str:
     return f"{what}: {why.rstrip('.')}. Without one, --platform=cpu or --devices=N runs on the CPU."
 
 
+def exit_code(options: argparse.Namespace, signum: int | None) -> int:
+    """Of a run that saved and ended: 0, or 128 + the signal that it stopped for.
+
+    With --multihost SIGTERM gives 0 too: a scheduler asked for the end and got it, and whoever
+    starts failed jobs again is not to start this one.
+    """
+    asked = options.multihost and signum == signal.SIGTERM
+    return 0 if signum is None or asked else 128 + signum
+
+
 def is_first_process() -> bool:
     """Whether this is the process that prints; after `start_devices`."""
     import jax

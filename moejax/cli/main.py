@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": ("moejax.cli.generate", "text that a model continues"),
     "launch": ("moejax.cli.launch", "a command in several processes that share one run"),
     "config": ("moejax.cli.config", "resolved config, parameter counts, sharding table"),
+    "replay": ("moejax.cli.replay", "the batch of a bad step once more: which tensor is bad"),
     "place": ("moejax.cli.place", "which device should hold which expert, by recorded loads"),
     "compile": ("moejax.cli.compile", "does the train step fit hardware that is not here?"),
     "cost": ("moejax.cli.cost", "memory, FLOPs, traffic and least time on several hardware"),

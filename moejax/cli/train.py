@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moejax.cli.flags import Parser, add_config, add_devices, required_config, start_devices
+from moejax.cli.flags import (
+    Parser,
+    add_config,
+    add_devices,
+    exit_code,
+    required_config,
+    start_devices,
+)
 from moejax.config import ConfigError, check_asked
 
 EXAMPLES = (
@@ -16,7 +23,10 @@ EXAMPLES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 when the run ended, 128 + signal when one stopped it (it has saved then)."""
+    """Exit code: 0 when the run ended, 128 + signal when one stopped it (it has saved then).
+
+    See `flags.exit_code`.
+    """
     parser = Parser(
         "train",
         what="Trains a model. The run lives in its workdir: called again it resumes from the "
@@ -38,4 +48,4 @@ def main(argv: Sequence[str]) -> int:
     from moejax.train import run
 
     result = run(cfg, options.workdir, name=options.config, overrides=overrides)
-    return 0 if result.signum is None else 128 + result.signum
+    return exit_code(options, result.signum)

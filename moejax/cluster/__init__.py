@@ -2,7 +2,20 @@
 
 from moejax.cluster.detect import Detected, detect
 from moejax.cluster.join import join, meet
+from moejax.cluster.leave import TRY_AGAIN, leaving_together
 from moejax.cluster.local import Supervisor
 from moejax.cluster.place import Membership, membership
+from moejax.cluster.watchdog import Watchdog
 
-__all__ = ["Detected", "Membership", "Supervisor", "detect", "join", "meet", "membership"]
+__all__ = [
+    "TRY_AGAIN",
+    "Detected",
+    "Membership",
+    "Supervisor",
+    "Watchdog",
+    "detect",
+    "join",
+    "leaving_together",
+    "meet",
+    "membership",
+]

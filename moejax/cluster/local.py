@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
+from moejax.cluster.leave import TRY_AGAIN
 from moejax.cluster.place import Membership
 
 _PR_SET_PDEATHSIG = 1
@@ -31,18 +32,20 @@ class Supervisor:
 
     def __init__(
         self, command: Sequence[str], num_processes: int, *, logs: pathlib.Path | None = None,
-        grace_s: float = 60.0, say: Callable[[str], Any] = print,
+        grace_s: float = 60.0, fail_grace_s: float = 10.0, say: Callable[[str], Any] = print,
     ):  # fmt: skip
         """
         Args:
           command: the program and its arguments, the same for all.
           num_processes: how many.
           logs: folder for one file a process, `process-00001.log`; None for none.
-          grace_s: what the others get to end by themselves when one has failed, or after a signal.
+          grace_s: what they get to end by themselves after a signal.
+          fail_grace_s: what the others get when one has failed, at most `grace_s`; they are stuck.
           say: takes lines about processes that end.
         """
         self.command, self.num_processes = list(command), num_processes
         self.logs, self.grace_s, self.say = logs, grace_s, say
+        self.fail_grace_s = min(fail_grace_s, grace_s)
         self.processes: list[subprocess.Popen[str]] = []
         self._readers: list[threading.Thread] = []
         self._signals: list[int] = []
@@ -101,26 +104,35 @@ class Supervisor:
 
     def _watch(self) -> int:
         """Until all have ended; when one fails, the others are asked to, then made to."""
-        code, deadline, sent = 0, float("inf"), 0
+        code, deadline, sent, grace_s = 0, float("inf"), 0, self.grace_s
         while running := [p for p in self.processes if p.poll() is None]:
-            for number, process in enumerate(self.processes):
-                ended = process.poll()
-                if ended and not code and not sent:
-                    code = _exit_code(ended)
-                    self.say(f"process {number} ended {_in_words(ended)}; ending the others")
-                    deadline = time.monotonic() + self.grace_s
-                    _signal_all(running, signal.SIGTERM)
+            if not code and not sent and (failed := self._failed()):
+                number, ended = failed
+                code, grace_s = _exit_code(ended), self.fail_grace_s
+                self.say(f"process {number} ended {_in_words(ended)}; ending the others")
+                deadline = time.monotonic() + grace_s
+                _signal_all(running, signal.SIGTERM)
             if len(self._signals) > sent:
                 _signal_all(running, self._signals[sent])
                 sent += 1
-                deadline = time.monotonic() + self.grace_s
+                grace_s = self.grace_s
+                deadline = time.monotonic() + grace_s
             if time.monotonic() > deadline:
-                self.say(f"{len(running)} processes did not end in {self.grace_s:g} s: killed")
+                self.say(f"{len(running)} processes did not end in {grace_s:g} s: killed")
                 _signal_all(running, signal.SIGKILL)
                 deadline = float("inf")
             time.sleep(_POLL_S)
-        ends = [process.wait() for process in self.processes]
-        return code or next((_exit_code(ended) for ended in ends if ended), 0)
+        failed = self._failed()
+        return code or (_exit_code(failed[1]) if failed else 0)
+
+    def _failed(self) -> tuple[int, int] | None:
+        """Number and end of a process that failed, None where none has.
+
+        Of several the one that the others left for.
+        """
+        ends = [(number, process.poll()) for number, process in enumerate(self.processes)]
+        failed = [(number, ended) for number, ended in ends if ended]
+        return min(failed, key=lambda end: end[1] == TRY_AGAIN, default=None)
 
     def _end_all(self) -> None:
         for process in self.processes:

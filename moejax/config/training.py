@@ -84,6 +84,19 @@ class TrainConfig(Section):
     frozen_dtype: str = setting("float32", choices=("float32", "bfloat16"))
     self_check: str = setting("auto", choices=("auto", "on", "off"))
     prefetch: str = setting("within", choices=("off", "within", "ahead"))
+    bad_step: str = setting("stop", choices=("stop", "skip", "rewind"))
+    bad_step_limit: int = setting(10, ge=1)
+    spike_factor: float = setting(0.0, ge=0.0)
+    spike_window: int = setting(50, ge=2)
+    watchdog_s: float = setting(90.0, ge=0.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if 0 < self.spike_factor <= 1:
+            raise ConfigError(
+                f"train.spike_factor={self.spike_factor:g} would call every other step bad: it is "
+                "a multiple of the median loss. Use a value above 1, such as 2, or 0 for off."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

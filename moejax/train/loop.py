@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,12 +12,14 @@ import numpy as np
 
 from moejax.checkpoint import Checkpoints
 from moejax.checkpoint.base import fingerprint
+from moejax.cluster import Watchdog
 from moejax.config import as_dict
 from moejax.data import TrainIterator
 from moejax.models.flops import train_flops_per_token
 from moejax.observability import DeadExperts, LoadLog, Progress, StepProfiler, Writers, peak_flops
 from moejax.optim import ema_params
 from moejax.train.agreement import Agreement
+from moejax.train.bad_steps import BadSteps
 from moejax.train.compile import Compiled, compile_once, kernel_lines
 from moejax.train.diagnose import NonFiniteError, first_bad_tensor
 from moejax.train.evaluate import EvalResult, Evaluator, put_batch
@@ -31,9 +34,10 @@ _SET_METRICS = ("loss", "nats_per_byte")  # of an EvalResult, as eval/NAME/...
 
 
 class Pending(NamedTuple):
-    """A step that was handed to the devices and not looked at yet."""
+    """A step that was handed to the devices and not looked at yet; `rows` are this process's."""
 
     step: int
+    rows: dict[str, np.ndarray]
     batch: dict[str, jax.Array]
     metrics: dict[str, jax.Array]
     position: dict[str, Any]
@@ -45,7 +49,8 @@ class Loop:
     def __init__(
         self, program: Program, state: TrainState, iterator: TrainIterator, evaluator: Evaluator,
         checkpoints: Checkpoints, writers: Writers, progress: Progress, profiler: StepProfiler,
-        tokens: int, *, sets: Mapping[str, Evaluator] | None = None, samples: Samples | None = None,
+        tokens: int, bad_steps: BadSteps, watchdog: Watchdog, *,
+        sets: Mapping[str, Evaluator] | None = None, samples: Samples | None = None,
         loads: LoadLog | None = None, placer: Placer | None = None,
     ):  # fmt: skip
         self.program, self.state, self.iterator, self.evaluator = (
@@ -62,6 +67,7 @@ class Loop:
         )
         self.sets, self.samples = dict(sets or {}), samples
         self.loads, self.placer = loads, placer
+        self.bad_steps, self.watchdog = bad_steps, watchdog
         self.cfg = program.cfg
         self.base = None
         if program.has_base:
@@ -104,6 +110,7 @@ class Loop:
                 self.profiler.after(step)
                 self._mark = time.perf_counter()
             if closing:
+                self.watchdog.at(None)  # evaluating and saving take as long as they take
                 self._milestone(step, final=step == total, saving=stopping)
             if stopping and step < total:
                 why = f"stopped by {signalled}" if signalled else "stopped by train.stop_at"
@@ -114,10 +121,11 @@ class Loop:
 
     def _dispatch(self, step: int) -> bool:
         """Hands a step to the devices. Returns whether a trace is to end after it."""
-        batch = put_batch(self.program, next(self.iterator), self.cfg.train.accumulation)
-        vote = self.agreement.vote()
+        rows = next(self.iterator)
+        batch = put_batch(self.program, rows, self.cfg.train.accumulation)
+        beside = (self.bad_steps.highest_loss(step), self.agreement.vote())
         if self.compiled is None:
-            self.compiled = self._compile(batch, *vote)
+            self.compiled = self._compile(batch, *beside)
             self._mark = time.perf_counter()  # compiling is no part of the first step's time
         if self.profiler.starts(step):
             self._drain(keep=0, held=None)
@@ -125,23 +133,24 @@ class Loop:
             self._mark = time.perf_counter()  # nor is starting a trace, or ending one
         else:
             self.profiler.before(step)
-        self.state, metrics = self.compiled.call(self.state, batch, *vote)
-        self._pending.append(Pending(step, batch, metrics, self.iterator.get_state()))
+        self.watchdog.at(step)
+        self.state, metrics = self.compiled.call(self.state, batch, *beside)
+        self._pending.append(Pending(step, rows, batch, metrics, self.iterator.get_state()))
         if self.profiler.ends(step):
             return True
         self.profiler.after(step, metrics)
         return False
 
-    def _compile(self, batch: dict[str, jax.Array], *vote: jax.Array) -> Compiled:
+    def _compile(self, batch: dict[str, jax.Array], *beside: tuple[jax.Array, ...]) -> Compiled:
         program = self.program
 
-        def step(state, batch, *vote):
-            state, metrics = train_step(program, state, batch)
+        def step(state, batch, highest_loss, vote):
+            state, metrics = train_step(program, state, batch, *highest_loss)
             return state, Agreement.counted(metrics, *vote)
 
         with jax.set_mesh(program.mesh):
             compiled = compile_once(
-                step, self.state, batch, *vote,
+                step, self.state, batch, *beside,
                 donate_argnums=0, out_shardings=(program.shardings, None),
                 compiler_options=compiler_options(program.cfg.train.prefetch, program.mesh),
             )  # fmt: skip
@@ -160,8 +169,10 @@ class Loop:
             self.agreement.read(host)
             if self.first_step_s is None:
                 self.first_step_s = time.perf_counter() - self._began
-            if not host["finite"]:
-                self._stop_not_finite(done, float(host["loss"]))
+            if host["finite"]:
+                self.bad_steps.good(done.step, float(host["loss"]))
+            else:
+                self._bad(done, float(host["loss"]), float(host["grad_norm"]))
             now = time.perf_counter()
             step_s, self._mark = now - self._mark, now
             self.tokens += self.step_tokens
@@ -169,17 +180,34 @@ class Loop:
             if done.step != held and done.step % self.cfg.log.every == 0:
                 self.writers.write(done.step, self.last)
 
-    def _stop_not_finite(self, done: Pending, loss: float) -> None:
-        where = first_bad_tensor(self.program, self.state, done.batch)
+    def _bad(self, done: Pending, loss: float, norm: float) -> None:
+        """Keeps the batch of a step that was not applied; stops, goes back, or tells and goes on.
+
+        All processes do the same: they read the same numbers, at the same place of the loop.
+        """
+        limit = self.bad_steps.limit(done.step)
+        spike = math.isfinite(loss) and math.isfinite(norm)
+        what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm}"
+        what = f"loss {loss:.6g} above the limit {limit:.6g}" if spike else what
+        facts = {
+            "loss": loss, "grad_norm": norm, "limit": limit, "policy": self.cfg.train.bad_step,
+            "microbatches": self.cfg.train.accumulation, "data": done.position,
+        }  # fmt: skip
         good = self.checkpoints.latest_step()
-        kept = (
-            f"the last good checkpoint is {self.checkpoints.path(good)}"
-            if good is not None
-            else "nothing was saved"
-        )
+        newest = "nothing was saved"
+        if good is not None:
+            newest = f"the last good checkpoint is {self.checkpoints.path(good)}"
+        if self.cfg.train.bad_step != "stop":
+            kept = self.bad_steps.keep(done.step, done.rows, facts)
+            line = self.bad_steps.next(done.step, what, kept, done.position, newest)
+            self.progress.print(line)
+            return
+        where = "" if spike else first_bad_tensor(self.program, self.state, done.batch)
+        kept = self.bad_steps.keep(done.step, done.rows, facts | {"first_bad_tensor": where})
         raise NonFiniteError(
-            f"loss {loss} at step {done.step}: first bad tensor: {where}; {kept}. "
-            "Lower the learning rate or look at the data of this step."
+            f"{what} at step {done.step}: {f'first bad tensor: {where}; ' if where else ''}"
+            f"{newest}; the batch is {kept}. Lower the learning rate, look at the data of this "
+            "step (`moejax replay`), or set train.bad_step=skip or rewind."
         )
 
     def mean_tokens_per_s(self) -> float | None:
@@ -265,7 +293,9 @@ class Loop:
 
     def weights(self) -> dict:
         """What is evaluated: the current weights, or their average where one is kept."""
-        return ema_params(self.state.opt_state) if self.cfg.optim.ema_decay else self.state.params
+        if not self.cfg.optim.ema_decay:
+            return self.state.params
+        return jax.device_put(ema_params(self.state.opt_state), self.program.shardings.params)
 
     def evaluate(self) -> EvalResult:
         """Validation loss."""
@@ -286,7 +316,11 @@ class Loop:
         """Saves everything a resumed run needs to repeat the same bits."""
         if self.loads is not None:
             self.loads.flush()  # no record spans a step from which a run may go on
-        position = {"data": self.iterator.get_state(), "tokens": self.tokens}
+        position = {
+            "data": self.iterator.get_state(),
+            "tokens": self.tokens,
+            "bad_steps": self.bad_steps.position(),
+        }
         if self.placer is not None:
             position["placement"] = self.placer.position()
             self.state = self.placer.in_order(self.state)

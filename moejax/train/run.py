@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ import jax
 from moejax.checkpoint import Checkpoints
 from moejax.checkpoint.base import check_scale
 from moejax.checkpoint.weights import Weights
+from moejax.cluster import Watchdog, leaving_together, meet
 from moejax.config import ConfigError, RunConfig
 from moejax.config.load import RESOLVED_FILE
 from moejax.data import (
@@ -37,7 +39,9 @@ from moejax.observability import (
 )
 from moejax.observability.plots import plot_run
 from moejax.partitioning import describe_mesh, make_mesh
+from moejax.train.bad_steps import BadSteps, Rewind
 from moejax.train.compile import enable_cache
+from moejax.train.diagnose import NonFiniteError
 from moejax.train.evaluate import Evaluator
 from moejax.train.initial import (
     keep_for_export,
@@ -48,6 +52,7 @@ from moejax.train.initial import (
 from moejax.train.lock import sole_run
 from moejax.train.loop import Loop
 from moejax.train.notices import check_same_model, tell_lora, without_effect
+from moejax.train.own_rows import own_rows
 from moejax.train.placement import Placer, open_placer
 from moejax.train.report import last_metrics, summarize
 from moejax.train.samples import Samples
@@ -61,6 +66,7 @@ from moejax.train.state import (
     from_tree,
     init_state,
     saved_part,
+    with_copies,
 )
 from moejax.train.trainable import merge
 from moejax.train.workdir import check_writable, leaving_no_tokenizer, write_facts
@@ -124,7 +130,7 @@ def run(
         if program.selection is not None:
             tell_adapters(program, _say)
             tell_lora(program, _say, fresh=latest is None)
-        result, summary = _train(program, placer, workdir, corpora, checkpoints)
+        result, summary = _train_and_rewind(program, placer, workdir, corpora, checkpoints)
         if summary is not None:
             summary = dataclasses.replace(
                 summary,
@@ -137,14 +143,38 @@ def run(
     return result
 
 
+def _train_and_rewind(
+    program: Program, placer: Placer | None, workdir: pathlib.Path, corpora: Mapping[str, Corpus],
+    checkpoints: Checkpoints,
+) -> tuple[TrainResult, RunSummary | None]:  # fmt: skip
+    """`_train`, from the newest checkpoint again as often as `train.bad_step` sends it back."""
+    back: Rewind | None = None
+    while True:
+        try:
+            return _train(program, placer, workdir, corpora, checkpoints, back)
+        except Rewind as rewind:
+            back = rewind.with_traceback(None)  # whose frames hold a state on the devices
+            latest = checkpoints.latest_step()
+            where = "the beginning" if latest is None else str(checkpoints.path(latest))
+            _say(
+                f"{back}: back to {where}, and on behind its batch ({back.count} of at most "
+                f"{program.cfg.train.bad_step_limit})"
+            )
+
+
 def _train(
     program: Program,
     placer: Placer | None,
     workdir: pathlib.Path,
     corpora: Mapping[str, Corpus],
     checkpoints: Checkpoints,
+    back: Rewind | None = None,
 ) -> tuple[TrainResult, RunSummary | None]:
-    """Prepares and runs the loop. Returns its result, and on the first process its report."""
+    """Prepares and runs the loop. Returns its result, and on the first process its report.
+
+    With `back`, state and step are those of the newest checkpoint, and the data goes on behind
+    the batch that was bad.
+    """
     cfg, mesh, say = program.cfg, program.mesh, _say
     latest = checkpoints.latest_step()
     saved_as, program = program, placer.program if placer else program
@@ -154,8 +184,9 @@ def _train(
         shard, texts = (jax.process_index(), jax.process_count()), corpora["train"]
         vision = cfg.model.vision
         iterator = make_train_iterator(
-            cfg.data, tokenizer, texts, seed=cfg.seed, shard=shard, vision=vision
-        )
+            cfg.data, tokenizer, texts, seed=cfg.seed, vision=vision,
+            own=own_rows(program, cfg.data.batch_size, cfg.train.accumulation),
+        )  # fmt: skip
         eval_rows = cfg.eval.batch_size or cfg.data.batch_size
         texts = corpora["validation"]
         batches = make_eval_batches(
@@ -168,6 +199,10 @@ def _train(
         state, position, weights = restore_or_init(saved_as, checkpoints, say)
         if placer is not None:
             state = placer.begin(state, position.get("placement"))
+        bad_steps = BadSteps(cfg.train, mesh, workdir, position.get("bad_steps"))
+        if back is not None:
+            position |= {"data": back.data}
+            bad_steps.count = back.count
         if "data" in position:
             iterator.set_state(position["data"])
     start = int(state.step)
@@ -198,15 +233,17 @@ def _train(
                 last_step, first_step=start, enabled=cfg.log.progress, silent=not first
             ) as progress,
             StopRequest(say) as stop,
+            Watchdog(workdir, *shard, cfg.train.watchdog_s, say=_warn, meet=meet) as watchdog,
         ):
             loop = Loop(
                 program, state, iterator, Evaluator(program, batches), checkpoints, writers,
-                progress, profiler, int(position.get("tokens", 0)), sets=sets, samples=samples,
-                loads=loads, placer=placer,
+                progress, profiler, int(position.get("tokens", 0)), bad_steps, watchdog,
+                sets=sets, samples=samples, loads=loads, placer=placer,
             )  # fmt: skip
             del state  # the loop donates it
             say(f"compiling the step for {_shape_of(program)} ...")
-            outcome = loop.run(stop)
+            with leaving_together(Rewind, NonFiniteError):  # which all have at the same step
+                outcome = loop.run(stop)
     finally:
         profiler.close()
         if samples is not None:
@@ -228,17 +265,19 @@ def _train(
 
 
 def restore_or_init(
-    program: Program, checkpoints: Checkpoints, say
+    program: Program, checkpoints: Checkpoints, say, at: int | None = None
 ) -> tuple[TrainState, dict[str, Any], Weights | None]:
     """The newest readable state of the run, else weights of `init_from`, else fresh ones.
 
+    Args:
+      at: the checkpoint of this step instead of the newest; 0 = the state a run begins with.
     Returns:
       The state, the position in the data, and the weights started from, if any.
     """
     cfg = program.cfg
-    if checkpoints.latest_step() is not None:
+    if checkpoints.latest_step() is not None and at != 0:
         wanted = saved_part(program, abstract_tree(program))
-        restored = checkpoints.restore(None, wanted, fallback=True)
+        restored = checkpoints.restore(at, wanted, fallback=at is None)
         if restored.warning:
             say(f"warning: {restored.warning}")
         say(f"resuming from {checkpoints.path(restored.step)}")
@@ -247,7 +286,7 @@ def restore_or_init(
             check_scale(checkpoints.path(restored.step), restored.config["lora"], cfg.lora)
             base = read_base(program, checkpoints.path(restored.step), restored.position)
             state = state._replace(params=merge(state.params, base))
-        return state, restored.position, None
+        return with_copies(program, state), restored.position, None
     if not cfg.init_from:
         return init_state(program, cfg.seed), {}, None
     state, weights = start_from_weights(program, say)
@@ -278,6 +317,10 @@ def check_vocabulary(cfg: RunConfig, tokenizer: Tokenizer) -> None:
 def _say(line: str) -> None:
     if jax.process_index() == 0:
         print(line, flush=True)
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr, flush=True)
 
 
 def _shape_of(program: Program) -> str:

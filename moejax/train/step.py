@@ -232,16 +232,20 @@ def _clip_qk(program: Program, params: dict, aux) -> dict:
 
 
 @_with_kernels
-def train_step(program: Program, state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
+def train_step(
+    program: Program, state: TrainState, batch: Batch, highest_loss: jax.Array | None = None
+) -> tuple[TrainState, dict]:
     """One update.
 
     Args:
       program: static parts of the run.
       state: state before the step; donate it.
       batch: int32 arrays [microbatches, B, T], rows sharded as :func:`batch_sharding`.
+      highest_loss: float32 scalar; a step with a higher loss is bad. None = no finite loss is.
     Returns:
-      The next state (the old one where loss or gradient is not finite, so that nothing is
-      spoilt), and metrics: scalars, and values [layers, ...] of the layers that have them.
+      The next state (the old one where the step is bad, loss or gradient not finite or the loss
+      too high, so that nothing is spoilt; with `train.bad_step` skip and rewind its `step` counts
+      on), and metrics: scalars, and values [layers, ...] of the layers that have them.
     """
     grads, measured = gradients(program, state, batch)
     norm = global_norm(grads)
@@ -253,7 +257,10 @@ def train_step(program: Program, state: TrainState, batch: Batch) -> tuple[Train
         params, opt_state, _next_balance(program, state.balance, measured["aux"]), state.step + 1
     )
     ok = jnp.isfinite(measured["loss"]) & jnp.isfinite(norm)
-    new = jax.tree.map(lambda a, b: a if a is b else jnp.where(ok, a, b), new, state)
+    if highest_loss is not None:
+        ok &= measured["loss"] <= highest_loss
+    old = state if program.cfg.train.bad_step == "stop" else state._replace(step=new.step)
+    new = jax.tree.map(lambda a, b: a if a is b else jnp.where(ok, a, b), new, old)
     return new, _metrics(program, state, batch, measured, norm, ok)
 
 

@@ -75,7 +75,7 @@ def test_a_signal_to_one_process_stops_all_after_one_step_and_the_run_goes_on(tm
     ).stdout.split()
     os.kill(int(children[1]), signal.SIGTERM)
     code, said = _ended(run)
-    assert code == 128 + signal.SIGTERM, said
+    assert code == 0, said
     (stopped,) = steps_on_disk(tmp_path / "run")
     assert rows(tmp_path / "run")[-1]["step"] == stopped
     again = launch(tmp_path / "run", train__num_steps=stopped + 2, checkpoint__every=0)
