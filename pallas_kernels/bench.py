@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         bench.tell(**facts, **found._asdict(), libraries=foreign.installed())
         rows = cases(ops, toy)
-        checks = [check(bench, case) for case in rows if case.argnums]
+        checks = [check(bench, case) for case in rows if case.argnums or case.has_floats()]
         times = [line for case in rows for line in timings(bench, case)]
     print(table(facts, found, checks, times, rows))
     return int(any(line["status"] in ("wrong", "failed") for line in checks))

@@ -57,6 +57,11 @@ class DeviceCase(NamedTuple):
         """One of `others`, or the operator's own implementation of that name."""
         return self.others[name] if name in self.others else self.implementation(name)
 
+    def has_floats(self) -> bool:
+        """Whether it gives numbers, whose errors can be told."""
+        args = jax.eval_shape(self.make, jax.random.key(0))
+        return bool(floating(jax.eval_shape(self.implementation("chunked"), *args)))
+
     def cotangents(self, key: jax.Array, args: Arrays) -> Arrays:
         """Normal numbers, one array for every floating output."""
         outputs = floating(jax.eval_shape(self.implementation("chunked"), *args))

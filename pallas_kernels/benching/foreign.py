@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 _JAX_LIBRARIES = ("tokamax", "jla")
 _TORCH_LIBRARIES = ("torch", "triton", "fla", "liger_kernel")
@@ -42,6 +43,21 @@ def jla_xent(x: jax.Array, weight: jax.Array, labels: jax.Array) -> jax.Array:
     from jla.ops.cross_entropy import linear_cross_entropy
 
     return jax.tree.leaves(linear_cross_entropy(x, weight, labels, impl="mosaic_gpu"))[0]
+
+
+def cudnn_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, causal: bool
+) -> jax.Array:
+    """Dense attention [B, T, N, h] in float32 by cuDNN, which wants values as wide as keys."""
+    width = v.shape[-1]
+    v = jnp.pad(v, ((0, 0), (0, 0), (0, 0), (0, k.shape[-1] - width)))
+    try:
+        out = jax.nn.dot_product_attention(
+            q, k, v, scale=scale, is_causal=causal, implementation="cudnn"
+        )
+    except RuntimeError as error:
+        raise ImportError(f"cuDNN: {error}") from error
+    return out[..., :width].astype(jnp.float32)
 
 
 def installed() -> dict[str, bool]:

@@ -70,6 +70,19 @@ def segments(batch: int, length: int, starts: tuple[int, ...], padding: int = 0)
     return jnp.asarray(np.tile(row, (batch, 1)), jnp.int32)
 
 
+def spread_indices(key: jax.Array, queries: int, keys: int, top_k: int) -> jax.Array:
+    """int32 [1, queries, top_k]: distinct visible keys of the last queries, one from each stretch.
+
+    A query that sees fewer than `top_k` has empty slots, -1.
+    """
+    visible_T1 = keys - queries + 1 + jnp.arange(queries, dtype=jnp.int32)[:, None]
+    stretch_T1 = jnp.maximum(visible_T1 // top_k, 1)
+    draw_TJ = jax.random.uniform(key, (queries, top_k))
+    step_J = jnp.arange(top_k, dtype=jnp.int32)
+    found_TJ = step_J * stretch_T1 + (draw_TJ * stretch_T1).astype(jnp.int32)
+    return jnp.where(found_TJ < visible_T1, found_TJ, -1)[None]
+
+
 CASES = {
     "one": Case(2, 1, 1, 2, 8, 5),
     "odd63": Case(2, 63, 63, 2, 8, 5),
