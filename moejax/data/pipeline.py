@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import grain
@@ -27,16 +27,15 @@ class _BatchAt:
     """This process's rows of global batch `step`; a class, so that it can be sent to workers."""
 
     def __init__(
-        self, rows: Rows, first_row: int, batch_size: int, shard: Shard, room: ImageRoom | None
-    ):
+        self, rows: Rows, first_row: int, batch_size: int, own: Sequence[int],
+        room: ImageRoom | None,
+    ):  # fmt: skip
         self._rows, self._first_row, self._room = rows, first_row, room
-        self._batch_size, self._shard = batch_size, shard
+        self._batch_size, self._own = batch_size, own
 
     def __call__(self, step: int) -> Batch:
-        index, count = self._shard
-        local = self._batch_size // count
-        start = self._first_row + step * self._batch_size + index * local
-        return stack([complete(self._rows[n], self._room) for n in range(start, start + local)])
+        start = self._first_row + step * self._batch_size
+        return stack([complete(self._rows[start + n], self._room) for n in self._own])
 
 
 class TrainIterator(Iterator[Batch]):
@@ -48,10 +47,10 @@ class TrainIterator(Iterator[Batch]):
     """
 
     def __init__(
-        self, cfg: DataConfig, rows: Rows, identity: Mapping[str, Any], shard: Shard,
+        self, cfg: DataConfig, rows: Rows, identity: Mapping[str, Any], own: Sequence[int],
         room: ImageRoom | None = None, bad_images: int = 0,
     ):  # fmt: skip
-        self._cfg, self._rows, self._identity, self._shard = cfg, rows, dict(identity), shard
+        self._cfg, self._rows, self._identity, self._own = cfg, rows, dict(identity), own
         self._room, self.bad_images = room, None if room is None else bad_images
         self._batches: grain.DatasetIterator | None = None
         self._consumed = 0
@@ -63,9 +62,7 @@ class TrainIterator(Iterator[Batch]):
 
     def _open(self) -> grain.DatasetIterator:
         """The batches from here on, with their threads and workers."""
-        batch_at = _BatchAt(
-            self._rows, self._consumed, self._cfg.batch_size, self._shard, self._room
-        )
+        batch_at = _BatchAt(self._rows, self._consumed, self._cfg.batch_size, self._own, self._room)
         left = self.batches_left
         batches = grain.MapDataset.range(_ENDLESS if left is None else left).map(batch_at)
         read = grain.ReadOptions(
@@ -179,6 +176,7 @@ def make_train_iterator(
     seed: int,
     start_state: Mapping[str, Any] | None = None,
     shard: Shard = (0, 1),
+    own: Sequence[int] | None = None,
     vision: VisionConfig | None = None,
 ) -> TrainIterator:
     """Training batches of packed rows: endless, or so many epochs.
@@ -193,6 +191,8 @@ def make_train_iterator(
       start_state: what `get_state` gave; None starts at the beginning.
       shard: (index, count): this process yields the index-th of `count` equal parts of every global
         batch's rows.
+      own: instead of `shard`, the numbers of the rows of every global batch that this process
+        yields, in this order.
       vision: section of the tower, where `cfg.image_patches` gives rows room for images.
     Returns:
       An iterator of dicts of int32 arrays [batch_size / count, seq_len] (see `PackedRows.row`) and
@@ -207,6 +207,8 @@ def make_train_iterator(
             f"data.batch_size={cfg.batch_size} does not divide over {count} processes "
             f"(this is process {index}). Use a multiple of {count}."
         )
+    local = cfg.batch_size // count
+    own = range(index * local, (index + 1) * local) if own is None else own
     seed = seed if cfg.shuffle_seed < 0 else cfg.shuffle_seed
     images = ImageRules.of(cfg, vision, tokenizer)
     rows: Rows
@@ -217,7 +219,7 @@ def make_train_iterator(
         rows, bad = ShuffledRows(documents, cfg.seq_len, seed, cfg.epochs), documents.num_bad
     identity = {"seed": seed, "corpus_sha256": corpus.sha256, "tokenizer_sha256": tokenizer.sha256}
     room = None if images is None else images.room
-    iterator = TrainIterator(cfg, rows, identity, shard, room, bad)
+    iterator = TrainIterator(cfg, rows, identity, own, room, bad)
     if start_state is not None:
         iterator.set_state(start_state)
     return iterator
