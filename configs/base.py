@@ -489,6 +489,8 @@ def get_config() -> ConfigDict:
     c.log.progress = True
 
     c.profile = ConfigDict()
-    # steps to trace for xprof, as 10-12; empty = none
+    # steps to trace for xprof, as 10-12 or 10-12,500-502; empty = none
     c.profile.steps = ""
+    # steps that are traced from SIGUSR1 on, by the processes that get it [>= 1]
+    c.profile.steps_at_signal = 3
     return c

@@ -48,4 +48,6 @@ command -v "$moejax" >/dev/null || {
   echo "launch: no $moejax on $(uname -n). Install the package there, or set MOEJAX to its path." >&2
   exit 2
 }
+# SIGUSR1 asks a run for a profiler trace; one that comes while it still starts must not end it.
+trap '' USR1
 exec "$moejax" train --multihost "$@"

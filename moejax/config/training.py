@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from typing import Any
@@ -163,24 +164,33 @@ class KernelsConfig(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileConfig(Section):
-    """Profiler trace of some steps."""
+    """Profiler traces of some steps."""
 
     _path = "profile."
     steps: str = setting("")
+    steps_at_signal: int = setting(3, ge=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.window()
+        self.windows()
 
-    def window(self) -> tuple[int, int] | None:
-        """First and last step to trace, None without profiling."""
-        if not self.steps:
-            return None
-        first, _, last = self.steps.partition("-")
-        if not (
-            first.isdigit() and (last or first).isdigit() and int(last or first) >= int(first) >= 1
-        ):
+    def windows(self) -> list[tuple[int, int]]:
+        """First and last step of each trace."""
+        windows = [self._window(part) for part in self.steps.split(",")] if self.steps else []
+        for (_, last), (first, _) in itertools.pairwise(windows):
+            if first <= last:
+                raise ConfigError(
+                    f"profile.steps={self.steps!r}: a trace begins before the one in front of it "
+                    "has ended. Write ranges in ascending order, apart from each other."
+                )
+        return windows
+
+    def _window(self, part: str) -> tuple[int, int]:
+        first, _, last = part.strip().partition("-")
+        last = last or first
+        if not (first.isdigit() and last.isdigit() and int(last) >= int(first) >= 1):
             raise ConfigError(
-                f"profile.steps={self.steps!r} is not a range of steps; write it as 10-12."
+                f"profile.steps={self.steps!r} is not a list of steps; write 10-12, or "
+                "10-12,500-502."
             )
-        return int(first), int(last or first)
+        return int(first), int(last)

@@ -1,5 +1,7 @@
-"""Peak rates by device name, peak memory, and a profiler window."""
+"""Peak rates by device name, peak memory, and the profiler's windows."""
 
+import os
+import signal
 import types
 
 import jax
@@ -89,6 +91,33 @@ def test_without_effect_nothing_is_written(tmp_path):
     _loop(StepProfiler(ProfileConfig(steps="20-21"), tmp_path, said.append), range(1, 4))
     assert said == ["profile.steps=20-21 had no effect: the run did not reach it."]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_several_windows_and_the_steps_from_a_signal_on(tmp_path, monkeypatch):
+    began, said = [], []
+    monkeypatch.setattr(jax.profiler, "start_trace", began.append)
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: None)
+    cfg = ProfileConfig(steps="2,9-10", steps_at_signal=3)
+    profiler = StepProfiler(cfg, tmp_path, said.append)
+    traced = []
+    for step in range(1, 12):
+        if step == 4:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        assert profiler.starts(step) == (step in (2, 4, 9))
+        profiler.before(step)
+        traced += [step] if len(began) > len(said) else []
+        profiler.after(step)
+    assert traced == [2, 4, 5, 6, 9, 10]
+    assert len(began) == len(said) == 3
+    profiler.close()
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+    assert len(said) == 3
+
+
+@pytest.mark.parametrize("steps", ["a", "0-2", "5-3", "1-2,", "4-6,6-8", "8,2"])
+def test_steps_that_are_none_are_refused(steps):
+    with pytest.raises(ConfigError, match="profile.steps='"):
+        ProfileConfig(steps=steps)
 
 
 def test_unwritable_folder_is_one_line(tmp_path):
