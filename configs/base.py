@@ -362,8 +362,10 @@ def get_config() -> ConfigDict:
     c.train.accumulation = 1
     # dtype of activations and of weights at use: float32 or bfloat16 [one of 'float32', 'bfloat16']
     c.train.compute_dtype = "float32"
-    # what the backward pass recomputes: none, full, or exchange: all but what experts were sent
-    # [one of 'none', 'full', 'exchange']
+    # what the backward pass finds kept: none = all, nothing is computed again; full = no result of a
+    # layer; dots = those of matrix products; exchange = what experts were sent and sent back; auto =
+    # chosen for the least step time within swap.budget_gib
+    # [one of 'none', 'full', 'dots', 'exchange', 'auto']
     c.train.remat = "none"
     # tokens a chunk of the loss; 0 = chosen by memory [>= 0]
     c.train.rows_per_chunk = 0
@@ -398,6 +400,19 @@ def get_config() -> ConfigDict:
     # seconds of silence of a process after which the others name it and end, and seconds without a
     # step after which the process they wait for is named; 0 = never (JAX ends all after 100) [>= 0]
     c.train.watchdog_s = 90.0
+
+    c.swap = ConfigDict()
+    # results that are kept beside those of train.remat, by name (`moejax config --memory` has them)
+    c.swap.keep = ()
+    # results that go to the host's memory until the backward pass, by name
+    c.swap.offload = ()
+    # train.remat=auto: memory of a device that a step may take, in GiB; 0 = all of it [>= 0]
+    c.swap.budget_gib = 0.0
+    # train.remat=auto: memory of a host for its devices' results, in GiB; 0 = half of it [>= 0]
+    c.swap.host_gib = 0.0
+    # train.remat=auto: GB/s from a device to its host while all its devices copy; 0 = the hardware's
+    # [>= 0]
+    c.swap.link_gb_s = 0.0
 
     c.kernels = ConfigDict()
     # implementation that operators take where they have it and it runs; auto = the platform's

@@ -22,6 +22,7 @@ from moejax.config.model import (
     MoeConfig,
 )
 from moejax.config.run import RunConfig, check_asked
+from moejax.config.swap import SwapConfig
 from moejax.config.training import (
     CheckpointConfig,
     KernelsConfig,
@@ -57,6 +58,7 @@ __all__ = [
     "SamplesConfig",
     "Section",
     "SourceConfig",
+    "SwapConfig",
     "SourceFields",
     "TrainConfig",
     "VisionConfig",

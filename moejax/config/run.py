@@ -10,6 +10,7 @@ from moejax.config.fields import ConfigError, Section, setting
 from moejax.config.lora import LoraConfig
 from moejax.config.mesh import MeshConfig
 from moejax.config.model import ModelConfig, MoeConfig
+from moejax.config.swap import SwapConfig
 from moejax.config.training import (
     CheckpointConfig,
     KernelsConfig,
@@ -35,6 +36,7 @@ class RunConfig(Section):
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    swap: SwapConfig = dataclasses.field(default_factory=SwapConfig)
     kernels: KernelsConfig = dataclasses.field(default_factory=KernelsConfig)
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)

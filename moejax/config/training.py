@@ -76,7 +76,7 @@ class TrainConfig(Section):
     num_steps: int = setting(400, ge=1)
     accumulation: int = setting(1, ge=1)
     compute_dtype: str = setting("float32", choices=("float32", "bfloat16"))
-    remat: str = setting("none", choices=("none", "full", "exchange"))
+    remat: str = setting("none", choices=("none", "full", "dots", "exchange", "auto"))
     rows_per_chunk: int = setting(0, ge=0)
     vocab_per_chunk: int = setting(0, ge=0)
     z_loss: float = setting(0.0, ge=0.0)

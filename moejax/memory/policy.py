@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from moejax.config import ConfigError
+from moejax.config import ConfigError, RunConfig
 from moejax.memory.names import KNOWN, RESULTS, check_names
 
 # Presets by name; "auto" is made one of them, with names, before a step is built.
 POLICIES = ("none", "full", "dots", "exchange")
 _MATMULS = ("matmul", "grouped")
+_seen: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("seen", default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,18 +54,18 @@ def policy_for(preset: str, keep: Sequence[str] = (), offload: Sequence[str] = (
         "none", which keeps all.
       ValueError: no such preset.
     """
-    check_names("memory.keep", keep, KNOWN, "moejax")
-    check_names("memory.offload", offload, KNOWN, "moejax")
+    check_names("swap.keep", keep, KNOWN, "moejax")
+    check_names("swap.offload", offload, KNOWN, "moejax")
     both = [name for name in keep if name in offload]
     if both:
         raise ConfigError(
-            f"memory.keep and memory.offload both have {both[0]!r}: leave it in one of them."
+            f"swap.keep and swap.offload both have {both[0]!r}: leave it in one of them."
         )
     if preset == "none":
         if keep or offload:
             field = "keep" if keep else "offload"
             raise ConfigError(
-                f"memory.{field}={tuple(keep or offload)!r} has no effect with train.remat=none, "
+                f"swap.{field}={tuple(keep or offload)!r} has no effect with train.remat=none, "
                 "which keeps everything on the device. Use train.remat=full with it."
             )
         return Policy(everything=True)
@@ -72,6 +75,45 @@ def policy_for(preset: str, keep: Sequence[str] = (), offload: Sequence[str] = (
     usual = [one.name for one in RESULTS if one.kind in kinds[preset]]
     kept = [n for n in dict.fromkeys([*usual, *keep]) if n not in offload]
     return Policy(keep=tuple(kept), offload=tuple(offload))
+
+
+def policy_of(cfg: RunConfig) -> Policy:
+    """The policy that a run's config names.
+
+    Raises:
+      ValueError: it is "auto", which has to be made names first (`moejax.train.memory_plan`).
+    """
+    return policy_for(cfg.train.remat, cfg.swap.keep, cfg.swap.offload)
+
+
+@contextlib.contextmanager
+def names_checked(cfg: RunConfig) -> Iterator[None]:
+    """Around the tracing of a gradient: what `swap` names must be results of the model.
+
+    Raises:
+      ConfigError: at the end, where a name was never met.
+    """
+    seen: set[str] = set()
+    token = _seen.set(seen)
+    try:
+        yield
+    finally:
+        _seen.reset(token)
+    known = [one.name for one in RESULTS if one.name in seen]
+    check_names("swap.keep", cfg.swap.keep, known, "this model")
+    check_names("swap.offload", cfg.swap.offload, known, "this model")
+
+
+def _noting(rule: Callable) -> Callable:
+    """A policy of `jax.checkpoint` that tells `names_checked` which names it is asked about."""
+
+    def policy(primitive, *avals, **params):
+        seen = _seen.get()
+        if seen is not None and primitive.name == "name":
+            seen.add(params["name"])
+        return rule(primitive, *avals, **params)
+
+    return policy
 
 
 def remat(fn: Callable, policy: Policy | str, *, apart: bool = False) -> Callable:
@@ -95,4 +137,4 @@ def remat(fn: Callable, policy: Policy | str, *, apart: bool = False) -> Callabl
         )  # fmt: skip
     elif policy.keep:
         rule = jax.checkpoint_policies.save_only_these_names(*policy.keep)
-    return jax.checkpoint(fn, prevent_cse=apart, policy=rule)
+    return jax.checkpoint(fn, prevent_cse=apart, policy=rule and _noting(rule))

@@ -22,6 +22,7 @@ from moejax.layers.quantised import as_bytes, dequantised
 from moejax.layers.vision.images import Images, RowImages, with_features
 from moejax.layers.vision.tower import VisionTower
 from moejax.memory.layer_loop import Loop, run_layers, scan_layers
+from moejax.memory.policy import Policy
 from moejax.models.block import DecoderLayer, Residual, num_sources, start_residual
 from moejax.models.cache import DecodeCache, spread
 from moejax.models.grouping import LayerKind, Segment, segments_of
@@ -60,7 +61,12 @@ class Stack(nnx.Module):
             setattr(self, f"run{i}", layer)
 
     def __call__(
-        self, residual: Residual, segment_ids_BT, dropout_key, policy: str, pinned_XBTA=None
+        self,
+        residual: Residual,
+        segment_ids_BT,
+        dropout_key,
+        policy: Policy | str,
+        pinned_XBTA=None,
     ) -> tuple[Residual, list[dict]]:
         """All layers of the segment.
 
@@ -188,8 +194,9 @@ class Decoder(nnx.Module):
 
     def __call__(
         self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None, *,
-        dtype: Any = jnp.float32, remat: str = "none", dropout_key: jax.Array | None = None,
-        pinned_XBTA: jax.Array | None = None, images: Images | RowImages | None = None,
+        dtype: Any = jnp.float32, remat: Policy | str = "none",
+        dropout_key: jax.Array | None = None, pinned_XBTA: jax.Array | None = None,
+        images: Images | RowImages | None = None,
     ) -> tuple[jax.Array, Aux]:  # fmt: skip
         """Hidden states after the final norm.
 
@@ -256,7 +263,7 @@ class Decoder(nnx.Module):
         tokens_BT: jax.Array,
         dtype: Any,
         images: Images | RowImages | None = None,
-        remat: str = "none",
+        remat: Policy | str = "none",
     ) -> Residual:
         x_BTD = self.embed(tokens_BT, dtype)
         if images is not None:

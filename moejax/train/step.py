@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.layers.moe.balance import new_bias
 from moejax.layers.vision.images import images_of
+from moejax.memory.policy import names_checked, policy_of
 from moejax.models.decoder import by_layer
 from moejax.models.parts import zeros_like_abstract
 from moejax.optim import clip_key, clip_query, global_norm, make_schedule, qk_clip_factors
@@ -74,7 +75,8 @@ def _forward(
     model = program.parts.bind(params, balance)
     hidden_BTD, aux = model(
         micro["tokens"], micro["segment_ids"], dtype=jnp.dtype(cfg.compute_dtype),
-        remat=cfg.remat if training else "none", dropout_key=key, images=images_of(micro),
+        remat=policy_of(program.cfg) if training else "none", dropout_key=key,
+        images=images_of(micro),
     )  # fmt: skip
     return token_loss(program, model, hidden_BTD, micro["labels"]), aux
 
@@ -132,7 +134,7 @@ def gradients(program: Program, state: TrainState, batch: Batch) -> tuple[dict, 
     counts = _counts(batch)
     trained, frozen = split(state.params, program.trains)
     key = None
-    if program.cfg.model.dropout:
+    if program.cfg.model.dropout or program.cfg.lora.dropout:
         key = jax.random.fold_in(jax.random.key(program.cfg.seed), state.step)
 
     def one(micro: Batch, number: jax.Array):
@@ -142,7 +144,8 @@ def gradients(program: Program, state: TrainState, batch: Batch) -> tuple[dict, 
             params = merge(trained, frozen)
             return micro_loss(program, params, state.balance, micro, counts, micro_key)
 
-        (_, measured), grads = jax.value_and_grad(loss, has_aux=True)(trained)
+        with names_checked(program.cfg):
+            (_, measured), grads = jax.value_and_grad(loss, has_aux=True)(trained)
         return grads, measured
 
     num_micro = batch["tokens"].shape[0]

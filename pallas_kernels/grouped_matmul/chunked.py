@@ -186,9 +186,10 @@ def _tile_bwd(mode, rows_RK, d_out_RF, weights, tile, carry):
     d_rows_RK, sums = carry
     dtype, acc = rows_RK.dtype, jnp.promote_types(jnp.float32, rows_RK.dtype)
     # masked on both sides, since 0 * NaN is NaN in the sum over rows
-    x_rK = jnp.where(tile.owned_r1, _read(rows_RK, tile), 0)
     d_rF = jnp.where(tile.owned_r1, _read(d_out_RF, tile), 0)
-    h_rF, low_rQ = _product(mode, x_rK, weights, acc)
+    if mode.activation is not None or sums:  # else nobody need compute or keep the rows
+        x_rK = jnp.where(tile.owned_r1, _read(rows_RK, tile), 0)
+        h_rF, low_rQ = _product(mode, x_rK, weights, acc)
     if mode.activation is not None:
         _, pullback = jax.vjp(lambda h: gated(h, mode.activation, mode.situ_betas), h_rF)
         d_rF = pullback(d_rF.astype(acc))[0].astype(dtype)

@@ -18,6 +18,7 @@ from moejax.layers.param import use, vector, weight, wide
 from moejax.layers.vision.images import Patches
 from moejax.layers.vision.positions import frame_vector, grid_positions, turned, turns
 from moejax.memory.layer_loop import scan_layers
+from moejax.memory.policy import Policy
 from moejax.memory.policy import remat as remat_under
 from moejax.partitioning import batch_local, constrain
 from pallas_kernels.mla_attention import mla_attention
@@ -127,7 +128,7 @@ class VisionTower(nnx.Module):
         self.final_norm = _norm(cfg, D, cfg.norm_eps)
         self.projector = Projector(cfg, text_dim, std, rngs)
 
-    def __call__(self, patches: Patches, *, dtype: Any, remat: str = "none") -> jax.Array:
+    def __call__(self, patches: Patches, *, dtype: Any, remat: Policy | str = "none") -> jax.Array:
         """Features of every 2 x 2 patches.
 
         Args:
@@ -154,7 +155,7 @@ class VisionTower(nnx.Module):
             where = where + frame_vector(patches.frames, self.cfg.dim)
         return constrain(x_BZD + where.astype(dtype), ("batch", None, "embed"))
 
-    def encode(self, x_BZD: jax.Array, patches: Patches, remat: str = "none") -> jax.Array:
+    def encode(self, x_BZD: jax.Array, patches: Patches, remat: Policy | str = "none") -> jax.Array:
         """All blocks and the last norm."""
         graph, state = nnx.split(self.blocks)
         angles_BZh = turns(patches.places, self.cfg.head_dim)
