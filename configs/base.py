@@ -414,6 +414,17 @@ def get_config() -> ConfigDict:
     # [>= 0]
     c.swap.link_gb_s = 0.0
 
+    c.memory = ConfigDict()
+    # where the optimizer's moments of maps and tables live; host: in pinned host memory, of which
+    # one layer's are on the devices at a time during the update [one of 'device', 'host']
+    c.memory.optimizer = "device"
+    # where the float32 values of trained maps live: with host the devices hold them in
+    # train.compute_dtype, at the same numbers [one of 'device', 'host']
+    c.memory.master = "device"
+    # where the frozen maps of the layers live: with host each comes to the devices for its layer,
+    # while the layer before computes [one of 'device', 'host']
+    c.memory.frozen = "device"
+
     c.kernels = ConfigDict()
     # implementation that operators take where they have it and it runs; auto = the platform's
     # fastest, pallas = its Pallas kernels; what is taken, and why not another, is printed [one of

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from moejax.cli.flags import Parser, add_config, positive, required_config, start_devices
+from moejax.cli.memory_table import print_plan
 from moejax.cli.tables import Column, print_table, say
 
 if TYPE_CHECKING:
@@ -133,6 +134,10 @@ def print_report(name: str, report: CompileReport) -> None:
         say("")
         say("least time of a step", bold=True)
         print_table([Column(), Column(right=True), Column(dim=True)], _times(report))
+    if report.plan is not None:
+        say("")
+        print_plan(report.plan, report.microbatch_tokens, timed=True)
+        say(f"peak: predicted {gib(report.predicted)}, compiled {gib(report.memory.peak)}")
     say("")
     memory = report.memory
     share = f"{gib(memory.peak)} of {gib(memory.available)} a device"
@@ -155,6 +160,8 @@ def _facts(report: CompileReport) -> list[list[str]]:
             ["temporaries", gib(memory.temporaries), ""],
         ]
     rows.append(["peak", gib(memory.peak), f"of {gib(memory.available)}"])
+    if memory.host:
+        rows.append(["host", gib(memory.host), "of the host's memory for each of its devices"])
     trained = sum(
         one.values for one in report.categories if one.name.startswith(("adapters", "trained"))
     )

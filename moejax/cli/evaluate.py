@@ -20,7 +20,7 @@ from moejax.cli.flags import (
     positive,
     start_devices,
 )
-from moejax.config import ConfigError, MeshConfig, RunConfig
+from moejax.config import ConfigError, MemoryConfig, MeshConfig, RunConfig
 from moejax.config.load import apply_overrides, as_run_config, load_config
 
 if TYPE_CHECKING:
@@ -208,6 +208,7 @@ def evaluate(
     tokenizer = checkpoint_tokenizer(cfg, checkpoint)
     check_vocabulary(cfg, tokenizer)
     enable_cache(cfg.compile_cache)
+    cfg = cfg.replace(memory=MemoryConfig())  # weights alone have room on the devices
     program = build_program(cfg, make_mesh(cfg.mesh))
     step = int(checkpoint.name)
     params, balance = model_state(program, checkpoint)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moejax.cli.bars import CountBar
 from moejax.cli.flags import is_first_process
-from moejax.config import ConfigError, DataConfig, RunConfig
+from moejax.config import ConfigError, DataConfig, MemoryConfig, RunConfig
 from moejax.config.load import apply_overrides, as_run_config, load_config
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ def _open_checkpoint(
     tokenizer = checkpoint_tokenizer(cfg, where)
     check_vocabulary(cfg, tokenizer)
     enable_cache(cfg.compile_cache)
+    cfg = cfg.replace(memory=MemoryConfig())  # weights alone have room on the devices
     program = build_program(cfg, make_mesh(cfg.mesh))
     arrays = model_state(program, where)
     model = LanguageModel(

@@ -12,6 +12,7 @@ from moejax.config.fields import (
     unknown_field_message,
 )
 from moejax.config.lora import LoraConfig
+from moejax.config.memory import MemoryConfig
 from moejax.config.mesh import MESH_AXES, MeshConfig
 from moejax.config.model import (
     DsaConfig,
@@ -46,6 +47,7 @@ __all__ = [
     "KdaConfig",
     "LogConfig",
     "LoraConfig",
+    "MemoryConfig",
     "MeshConfig",
     "MlaConfig",
     "ModelConfig",

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from moejax.config.data import DataConfig, EvalConfig
 from moejax.config.fields import ConfigError, Section, setting
 from moejax.config.lora import LoraConfig
+from moejax.config.memory import MemoryConfig
 from moejax.config.mesh import MeshConfig
 from moejax.config.model import ModelConfig, MoeConfig
 from moejax.config.swap import SwapConfig
@@ -36,6 +37,7 @@ class RunConfig(Section):
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     optim: OptimConfig = dataclasses.field(default_factory=OptimConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
     swap: SwapConfig = dataclasses.field(default_factory=SwapConfig)
     kernels: KernelsConfig = dataclasses.field(default_factory=KernelsConfig)
     lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
@@ -67,6 +69,7 @@ class RunConfig(Section):
         _check_batch(self, sizes)
         _check_vocabulary(self)
         _check_trainable(self)
+        _check_memory(self)
         _check_images(self)
         return sizes
 
@@ -156,6 +159,41 @@ def _check_trainable(run: RunConfig) -> None:
                 f"optim.{field}={value} does not go with {why}: it needs all parameters "
                 f"trained. Set optim.{field}=0."
             )
+
+
+def _check_memory(run: RunConfig) -> None:
+    """Host placements that would change nothing, or that something else cannot go with."""
+    memory = run.memory
+    frozen_base = bool(run.train.trainable or run.lora.rank)
+    for wrong, text in (
+        (
+            memory.master == "host" and memory.optimizer != "host",
+            "memory.master='host' needs memory.optimizer='host': both are updated layer by layer. "
+            "Set both, or memory.master='device'.",
+        ),
+        (
+            memory.master == "host" and run.train.compute_dtype == "float32",
+            "memory.master='host' has no effect with train.compute_dtype='float32': the devices' "
+            "copies would be as large. Use compute_dtype='bfloat16', or memory.master='device'.",
+        ),
+        (
+            memory.frozen == "host" and not frozen_base,
+            "memory.frozen='host' has no effect: all parameters are trained (train.trainable is "
+            "empty and lora.rank is 0). Name the trained ones, or use memory.frozen='device'.",
+        ),
+        (
+            memory.frozen == "host" and run.train.remat == "none",
+            "memory.frozen='host' does not go with train.remat='none', which would keep every "
+            "layer's weights on the devices for the backward pass. Use train.remat='full'.",
+        ),
+        (
+            memory != MemoryConfig() and bool(run.placement.every or run.placement.file),
+            "memory.optimizer, master and frozen must be 'device' where placement.every or "
+            "placement.file moves experts: they move within device memory only.",
+        ),
+    ):
+        if wrong:
+            raise ConfigError(text)
 
 
 def check_asked(run: RunConfig, names: Collection[str]) -> None:

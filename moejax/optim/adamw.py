@@ -29,14 +29,15 @@ def global_norm(tree: PyTree) -> Array:
     return jnp.sqrt(sum(squares, jnp.zeros((), jnp.float32)))
 
 
-def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-    """Scales all gradients by `min(1, max_norm / norm)`, norm = global_norm(gradients).
+def clip_by_global_norm(max_norm: float, norm: Array | None = None) -> optax.GradientTransformation:
+    """Scales gradients by `min(1, max_norm / norm)`; norm is their global norm unless given.
 
     A norm of at most `max_norm` leaves every bit as it is; a norm of NaN makes every update NaN.
     """
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
-        scale = 1.0 / jnp.maximum(1.0, global_norm(updates) / max_norm)
+        length = global_norm(updates) if norm is None else norm
+        scale = 1.0 / jnp.maximum(1.0, length / max_norm)
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), updates), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)

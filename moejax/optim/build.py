@@ -11,31 +11,34 @@ from moejax.optim.ema import parameter_ema
 from moejax.optim.groups import apply_groups, assign_groups
 from moejax.optim.muon import muon_direction
 from moejax.optim.schedule import make_schedule
-from moejax.typing import PyTree
+from moejax.typing import Array, PyTree
 
 P = jax.sharding.PartitionSpec
 
 
 def build_optimizer(
-    cfg: OptimConfig, num_steps: int, infos: PyTree
-) -> optax.GradientTransformation:
+    cfg: OptimConfig, num_steps: int, infos: PyTree, *,
+    groups: PyTree | None = None, norm: Array | None = None,
+) -> optax.GradientTransformation:  # fmt: skip
     """Clip by global norm, direction by group (Muon or AdamW), decay and rate by group, average.
 
     Args:
       cfg: the config section.
       num_steps: length of the schedule.
       infos: a ParamInfo for every parameter, in the structure of the parameters.
+      groups: their ParamGroups where they are known already.
+      norm: the gradients' global norm where these are not all of them.
     Returns:
       An optax transformation whose state is a tree of arrays shaped as the parameters, and scalars.
     Raises:
       ValueError: a group override or schedule that cannot be used.
     """
-    groups = assign_groups(cfg, infos)
+    groups = assign_groups(cfg, infos) if groups is None else groups
     labels = jax.tree.map(lambda group: group.kind, groups)
     pairs = zip(jax.tree.leaves(infos), jax.tree.leaves(labels), strict=True)
     matrices = [info for info, kind in pairs if kind == "muon"]
     muon = muon_direction(matrices, cfg.muon_momentum, cfg.muon_steps, cfg.muon_per_head)
-    parts = [clip_by_global_norm(cfg.clip_norm)] if cfg.clip_norm else []
+    parts = [clip_by_global_norm(cfg.clip_norm, norm)] if cfg.clip_norm else []
     parts.append(optax.partition({"muon": muon, "adamw": adam_direction(cfg)}, labels))
     parts.append(apply_groups(groups, make_schedule(cfg, num_steps)))
     if cfg.ema_decay:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 
 from moejax.config import ConfigError, RunConfig
+from moejax.memory.swap_core import Plan
 from moejax.models.flops import train_flops_per_token
 from moejax.observability.peak import peak_flops
 from moejax.partitioning import describe_mesh, make_mesh, near_devices, num_batch_shards
@@ -29,7 +30,14 @@ from moejax.planner.measure import Measured, run_and_measure
 from moejax.planner.overlap import Overlap, read_overlap
 from moejax.planner.roofline import Roofline, hardware_flops, hbm_bytes, roofline, with_links
 from moejax.train.compile import Compiled, compile_once, kernel_lines
-from moejax.train.state import Program, TrainState, build_program
+from moejax.train.memory_plan import (
+    budget_of,
+    following,
+    keeping_nothing,
+    plan_memory,
+    tokens_a_device,
+)
+from moejax.train.state import Program, TrainState, abstract_state, build_program
 from moejax.train.step import batch_sharding, train_step
 from moejax.train.xla_flags import compiler_options
 from pallas_kernels.choose import lowering_for
@@ -48,6 +56,7 @@ class Memory:
       temporaries: everything else while the step runs.
       peak: arguments + outputs - aliased + temporaries.
       available: memory of a device.
+      host: what the step holds of the host's memory for this device, in the same sense as `peak`.
     """
 
     arguments: int
@@ -56,6 +65,7 @@ class Memory:
     temporaries: int
     peak: int
     available: int
+    host: int = 0
 
     @property
     def fits(self) -> bool:
@@ -85,6 +95,9 @@ class CompileReport:
       categories: what the arguments are.
       measured: what running the step told; empty where it was not run.
       kernels: what runs the operators, and why others do not, in lines.
+      plan: what train.remat=auto chose; None with another.
+      predicted: peak of a device that the plan was expected to have.
+      microbatch_tokens: of a device.
     """
 
     hardware: str
@@ -106,6 +119,9 @@ class CompileReport:
     categories: tuple[Category, ...] = ()
     measured: tuple[Measured, ...] = ()
     kernels: tuple[str, ...] = ()
+    plan: Plan | None = None
+    predicted: int = 0
+    microbatch_tokens: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -210,6 +226,9 @@ def compile_for(
     if not keep_batch:
         cfg = one_row_a_device(cfg, len(devices))
     cfg.check(len(devices))
+    plan, predicted = None, 0
+    if cfg.train.remat == "auto":
+        cfg, plan, predicted = _planned(cfg, hardware, devices)
     program = build_program(cfg, make_mesh(cfg.mesh, devices))
     with tempfile.TemporaryDirectory(prefix="moejax-compile-") as scratch:
         dump = pathlib.Path(scratch) if num_buffers else None
@@ -251,24 +270,38 @@ def compile_for(
         categories=tuple(argument_categories(program, abstract_arguments(program)[1])),
         measured=tuple(run_and_measure(program, compiled)) if run and compiled else (),
         kernels=tuple(kernel_lines(compiled.kernels)) if compiled else (),
+        plan=plan,
+        predicted=predicted,
+        microbatch_tokens=tokens_a_device(program),
     )
+
+
+def _planned(cfg: RunConfig, hardware: Hardware, devices: list[Any]) -> tuple[RunConfig, Plan, int]:
+    """The config with names in place of `train.remat=auto`, the plan, and its peak in bytes."""
+    mesh = make_mesh(cfg.mesh, devices)
+    base = build_program(keeping_nothing(cfg), mesh)
+    taken = _memory(*_compile(base, hardware, None)[:2], hardware).peak
+    rate = peak_flops(devices[0], cfg.train.compute_dtype)[0]
+    kind = hardware.chip.jax_kind or hardware.chip.kind
+    budget = budget_of(
+        cfg, kind, available=hardware.chip.memory_bytes, taken=taken, flops=rate
+    )  # fmt: skip
+    platform = {"cuda": "gpu"}.get(hardware.chip.platform, hardware.chip.platform)
+    with lowering_for(platform, hardware.name.partition(":")[0]):
+        plan = plan_memory(base._replace(cfg=cfg), budget)
+    return following(cfg, plan), plan, round(taken + plan.device_bytes)
 
 
 def abstract_arguments(program: Program) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
     """State and batch of a step as shapes with shardings."""
     cfg = program.cfg
-    state = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        program.abstract,
-        program.shardings,
-    )
     micro = cfg.train.accumulation
     rows = jax.ShapeDtypeStruct(
         (micro, cfg.data.batch_size // micro, cfg.data.seq_len),
         jnp.int32,
         sharding=batch_sharding(program),
     )
-    return state, dict.fromkeys(("tokens", "labels", "segment_ids"), rows)
+    return abstract_state(program), dict.fromkeys(("tokens", "labels", "segment_ids"), rows)
 
 
 def _compile(
@@ -317,12 +350,15 @@ def _memory(compiled: Compiled | None, refused: str, hardware: Hardware) -> Memo
     facts = compiled.call.memory_analysis()
     arguments, outputs = facts.argument_size_in_bytes, facts.output_size_in_bytes
     aliased, temporaries = facts.alias_size_in_bytes, facts.temp_size_in_bytes
+    host = facts.host_argument_size_in_bytes + facts.host_temp_size_in_bytes
+    host += facts.host_output_size_in_bytes - facts.host_alias_size_in_bytes
     if hardware.chip.platform == "tpu":
         # Its temporaries count on-chip memories too (a half more in a layer of Kimi-Linear-48B);
-        # its peak is that of the HBM alone.
-        temporaries = max(facts.peak_memory_in_bytes - (arguments + outputs - aliased), 0)
+        # its peak is that of the HBM and of what is in host memory.
+        held = arguments + outputs - aliased + host
+        temporaries = max(facts.peak_memory_in_bytes - held, 0)
     peak = arguments + outputs - aliased + temporaries
-    return Memory(arguments, outputs, aliased, temporaries, peak, available)
+    return Memory(arguments, outputs, aliased, temporaries, peak, available, host)
 
 
 def _bound(

@@ -12,9 +12,11 @@ from moejax.layers.adapter import is_adapter
 from moejax.models.parts import flat_infos, num_values
 from moejax.train.state import Program
 
+ON_HOST = ", on the host"  # ends the names of categories that lie in host memory
+
 
 class Category(NamedTuple):
-    """One kind of argument: numbers in the whole of it, and bytes on a device."""
+    """One kind of argument: numbers in the whole of it, and bytes on a device (or its host)."""
 
     name: str
     values: int
@@ -36,15 +38,13 @@ def argument_categories(program: Program, batch: dict[str, Any]) -> list[Categor
         entry[1] += math.prod(where.shard_shape(leaf.shape)) * leaf.dtype.itemsize
 
     infos, trains = flat_infos(program.parts.infos), jax.tree.leaves(program.trains)
-    pairs = _pairs(program.abstract.params, program.shardings.params)
-    for info, trained, (leaf, where) in zip(infos, trains, pairs, strict=True):
-        add(_category(info.name, trained), num_values(info, leaf), leaf, where)
-    for name, tree, places in (
-        ("optimizer state", program.abstract.opt_state, program.shardings.opt_state),
-        ("balancing state", program.abstract.balance, program.shardings.balance),
+    for info, trained, (leaf, where, hosted) in zip(
+        infos, trains, _leaves(program, "params"), strict=True
     ):
-        for leaf, where in _pairs(tree, places):
-            add(name, math.prod(leaf.shape), leaf, where)
+        add(_category(info.name, trained) + hosted * ON_HOST, num_values(info, leaf), leaf, where)
+    for name, part in (("optimizer state", "opt_state"), ("balancing state", "balance")):
+        for leaf, where, hosted in _leaves(program, part):
+            add(name + hosted * ON_HOST, math.prod(leaf.shape), leaf, where)
     for leaf in jax.tree.leaves(batch):
         add("batch", math.prod(leaf.shape), leaf, leaf.sharding)
     rows = [Category(name, *sizes) for name, sizes in found.items()]
@@ -58,5 +58,7 @@ def _category(name: str, trained: bool) -> str:
     return f"{'trained' if trained else 'frozen'} {part}"
 
 
-def _pairs(tree: Any, places: Any) -> Iterable[tuple[Any, Any]]:
-    return zip(jax.tree.leaves(tree), jax.tree.leaves(places), strict=True)
+def _leaves(program: Program, part: str) -> Iterable[tuple[Any, Any, bool]]:
+    """(leaf, sharding, whether it is in host memory) of a part of the state."""
+    trees = (getattr(tree, part) for tree in (program.abstract, program.shardings, program.hosted))
+    return zip(*map(jax.tree.leaves, trees), strict=True)

@@ -16,9 +16,19 @@ from moejax.checkpoint.layout import named_leaves
 from moejax.config import RunConfig
 from moejax.layers.param import drawing_options
 from moejax.lora import Selection, adapted_parts
+from moejax.memory.host_state import abstract_array, place, to_device
 from moejax.models.parts import ModelParts
 from moejax.optim import build_optimizer, state_shardings
 from moejax.partitioning import shardings_for
+from moejax.train.host_update import (
+    MasterState,
+    copied,
+    full_params,
+    hosted_opt_state,
+    hosted_params,
+    with_masters,
+    without_master,
+)
 from moejax.train.trainable import split, stored_params, trainable_mask
 
 
@@ -36,6 +46,7 @@ class Program(NamedTuple):
 
     `trains` tells for every parameter whether the run trains it; the others have no gradient and
     no optimizer state. `selection` says which maps have low-rank adapters, None without any.
+    `hosted` says of every leaf of the state whether it lives in host memory.
     """
 
     cfg: RunConfig
@@ -45,6 +56,7 @@ class Program(NamedTuple):
     abstract: TrainState
     shardings: TrainState
     trains: dict
+    hosted: TrainState
     selection: Selection | None = None
 
     @property
@@ -64,6 +76,7 @@ def build_program(cfg: RunConfig, mesh: Mesh) -> Program:
     infos, trained = split(parts.infos, trains)[0], split(params, trains)[0]
     optimizer = build_optimizer(cfg.optim, cfg.train.num_steps, infos)
     abstract_opt = jax.eval_shape(optimizer.init, trained)
+    params, abstract_opt = with_masters(cfg, parts.infos, trains, params, abstract_opt)
     everywhere = NamedSharding(mesh, P())
     abstract = TrainState(params, abstract_opt, parts.balance, jax.ShapeDtypeStruct((), jnp.int32))
     shardings = TrainState(
@@ -72,7 +85,19 @@ def build_program(cfg: RunConfig, mesh: Mesh) -> Program:
         jax.tree.map(lambda _: everywhere, parts.balance),
         everywhere,
     )
-    return Program(cfg, parts, optimizer, mesh, abstract, shardings, trains, selection)
+    hosted = TrainState(
+        hosted_params(cfg, parts.infos, trains),
+        hosted_opt_state(cfg, abstract_opt, infos),
+        jax.tree.map(lambda _: False, parts.balance),
+        False,
+    )
+    shardings = jax.tree.map(place, shardings, hosted)
+    return Program(cfg, parts, optimizer, mesh, abstract, shardings, trains, hosted, selection)
+
+
+def abstract_state(program: Program) -> TrainState:
+    """The state as shapes with shardings, for lowering under `jax.set_mesh` of the mesh."""
+    return jax.tree.map(abstract_array, program.abstract, program.shardings, program.hosted)
 
 
 def init_state(
@@ -92,24 +117,33 @@ def init_state(
         leaves = [given.get(name, leaf) for name, leaf in named_leaves(tree).items()]
         tree = jax.tree.unflatten(jax.tree.structure(tree), leaves)
         params, balance = tree["params"], tree["balance"]
-        params = jax.tree.map(lambda p, a: p.astype(a.dtype), params, program.abstract.params)
-        opt_state = program.optimizer.init(split(params, program.trains)[0])
+        params = jax.tree.map(lambda p, a: p.astype(a.dtype), params, wanted.params)
+        opt_state = program.optimizer.init(to_device(split(params, program.trains)[0]))
         return TrainState(params, opt_state, balance, jnp.zeros((), jnp.int32))
 
+    wanted = from_tree(abstract_tree(program))
+    where = jax.tree.map(lambda leaf: leaf.sharding, wanted)
     options = drawing_options(program.mesh)
     with jax.set_mesh(program.mesh):
-        begin = jax.jit(
-            build, out_shardings=program.shardings, compiler_options=options, donate_argnums=1
-        )
-        return begin(jax.random.key(seed), dict(given or {}))
+        begin = jax.jit(build, out_shardings=where, compiler_options=options, donate_argnums=1)
+        return with_copies(program, begin(jax.random.key(seed), dict(given or {})))
+
+
+def with_copies(program: Program, state: TrainState) -> TrainState:
+    """A state as it is saved, made one to train: with the devices' copies of master weights."""
+    master, _ = without_master(program.abstract.opt_state)
+    if not master:
+        return state
+    params, master = copied(program, state.params, master)
+    return state._replace(params=params, opt_state=MasterState(master, state.opt_state))
 
 
 def as_tree(state: TrainState, seed: int) -> dict:
     """The state as a checkpoint stores it: plain dicts, with the run's random key beside it."""
     key = np.asarray(jax.random.key_data(jax.random.key(seed)))
     return {
-        "params": state.params,
-        "opt_state": state.opt_state,
+        "params": full_params(state),
+        "opt_state": without_master(state.opt_state)[1],
         "balance": state.balance,
         "step": state.step,
         "rng": _placed_like(state.step, key),
@@ -136,7 +170,7 @@ def frozen_leaves(program: Program, params: dict) -> dict[str, Any]:
 
 
 def from_tree(tree: dict) -> TrainState:
-    """The state out of a checkpoint's tree."""
+    """The state out of a checkpoint's tree; to train on, see :func:`with_copies`."""
     return TrainState(tree["params"], tree["opt_state"], tree["balance"], tree["step"])
 
 
@@ -150,8 +184,8 @@ def abstract_tree(program: Program) -> dict:
     key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     everywhere = NamedSharding(program.mesh, P())
     return {
-        "params": state.params,
-        "opt_state": state.opt_state,
+        "params": full_params(state),
+        "opt_state": without_master(state.opt_state)[1],
         "balance": state.balance,
         "step": state.step,
         "rng": jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=everywhere),

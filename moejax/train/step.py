@@ -20,7 +20,9 @@ from moejax.memory.policy import names_checked, policy_of
 from moejax.models.decoder import by_layer
 from moejax.models.parts import zeros_like_abstract
 from moejax.optim import clip_key, clip_query, global_norm, make_schedule, qk_clip_factors
+from moejax.optim.streamed import Finish
 from moejax.partitioning import BATCH_AXES, batch_local
+from moejax.train.host_update import update_on_host
 from moejax.train.state import Program, TrainState
 from moejax.train.trainable import merge, split
 from pallas_kernels.choose import preferring
@@ -176,7 +178,7 @@ def _stored(program: Program, grads: dict) -> dict:
     return jax.tree.map(jax.lax.with_sharding_constraint, grads, shardings)
 
 
-def _of_stage(program: Program, updates: dict) -> dict:
+def _of_stage(program: Program, infos: dict, updates: dict) -> dict:
     """Updates of what this stage trains.
 
     Only the indexer in DSA warm-up, all but it when it is frozen.
@@ -188,7 +190,7 @@ def _of_stage(program: Program, updates: dict) -> dict:
     wanted = stage == "warmup"
     return jax.tree.map(
         lambda info, u: u if (".indexer." in info.name) == wanted else jnp.zeros_like(u),
-        split(program.parts.infos, program.trains)[0],
+        infos,
         updates,
     )
 
@@ -218,20 +220,52 @@ def _next_balance(program: Program, balance: dict, aux) -> dict:
     return out
 
 
-def _clip_qk(program: Program, params: dict, aux) -> dict:
-    """Query and key weights of heads whose logits passed the threshold, shrunk (QK-clip)."""
+def _qk_factors(program: Program, aux) -> dict[tuple[str, str], jax.Array]:
+    """What QK-clip multiplies the heads' maps by, [repeats, count, N], of the runs that have it."""
     tau = program.cfg.optim.qk_clip
-    if not tau:
-        return params
+    return {
+        (stack, run): qk_clip_factors(values["max_logit"], tau)
+        for stack, run, kind, values in (_each_run(program, aux) if tau else ())
+        if kind.attention != "kda"
+    }
+
+
+def _clip_qk(program: Program, params: dict, factors: dict[tuple[str, str], jax.Array]) -> dict:
+    """Query and key weights of heads whose logits passed the threshold, shrunk (QK-clip)."""
     out = jax.tree.map(lambda leaf: leaf, params)
-    for stack, run, kind, values in _each_run(program, aux):
-        if kind.attention != "kda":
-            attn = out[stack][run]["attn"]
-            gamma = qk_clip_factors(values["max_logit"], tau)
-            query = "q_b" if "q_b" in attn else "q"
-            attn[query] = clip_query(attn[query], gamma, program.cfg.model.mla.nope_dim)
-            attn["k_b"] = clip_key(attn["k_b"], gamma)
+    for (stack, run), gamma in factors.items():
+        attn = out[stack][run]["attn"]
+        query = "q_b" if "q_b" in attn else "q"
+        attn[query] = clip_query(attn[query], gamma, program.cfg.model.mla.nope_dim)
+        attn["k_b"] = clip_key(attn["k_b"], gamma)
     return out
+
+
+def _finish(program: Program, aux) -> Finish:
+    """What updates and parameters of one layer still go through."""
+    factors = _qk_factors(program, aux)
+    return Finish(
+        functools.partial(_of_stage, program),
+        lambda params, layer: _clip_qk(program, params, layer),
+        {name: {name: gamma} for name, gamma in factors.items()},
+    )
+
+
+def _updated(
+    program: Program, state: TrainState, grads: dict, measured: dict, norm: jax.Array, ok: jax.Array
+) -> TrainState:
+    """The state after a step's update, `ok` looked at only where it is in host memory."""
+    balance, step = _next_balance(program, state.balance, measured["aux"]), state.step + 1
+    if program.cfg.memory.optimizer == "host":
+        finish = _finish(program, measured["aux"])
+        now = update_on_host(program, state, grads, norm=norm, ok=ok, finish=finish)
+        return TrainState(*now, balance, step)
+    trained, frozen = split(state.params, program.trains)
+    updates, opt_state = program.optimizer.update(grads, state.opt_state, trained)
+    infos = split(program.parts.infos, program.trains)[0]
+    trained = optax.apply_updates(trained, _of_stage(program, infos, updates))
+    params = _clip_qk(program, merge(trained, frozen), _qk_factors(program, measured["aux"]))
+    return TrainState(params, opt_state, balance, step)
 
 
 @_with_kernels
@@ -252,17 +286,13 @@ def train_step(
     """
     grads, measured = gradients(program, state, batch)
     norm = global_norm(grads)
-    trained, frozen = split(state.params, program.trains)
-    updates, opt_state = program.optimizer.update(grads, state.opt_state, trained)
-    trained = optax.apply_updates(trained, _of_stage(program, updates))
-    params = _clip_qk(program, merge(trained, frozen), measured["aux"])
-    new = TrainState(
-        params, opt_state, _next_balance(program, state.balance, measured["aux"]), state.step + 1
-    )
     ok = jnp.isfinite(measured["loss"]) & jnp.isfinite(norm)
     if highest_loss is not None:
         ok &= measured["loss"] <= highest_loss
+    new = _updated(program, state, grads, measured, norm, ok)
     old = state if program.cfg.train.bad_step == "stop" else state._replace(step=new.step)
+    if program.cfg.memory.optimizer == "host":  # layer by layer it was looked at already
+        old = old._replace(params=new.params, opt_state=new.opt_state)
     new = jax.tree.map(lambda a, b: a if a is b else jnp.where(ok, a, b), new, old)
     return new, _metrics(program, state, batch, measured, norm, ok)
 

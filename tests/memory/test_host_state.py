@@ -1,0 +1,147 @@
+"""State in host memory: the same numbers, the same checkpoints, and where it lies."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from moejax.checkpoint import Checkpoints
+from moejax.config import ConfigError, RunConfig, as_dict
+from moejax.config.load import load_config
+from moejax.memory.host_state import PINNED, to_device, update_layers
+from moejax.partitioning import make_mesh
+from moejax.train.evaluate import put_batch
+from moejax.train.host_update import MasterState
+from moejax.train.state import (
+    abstract_tree,
+    as_tree,
+    build_program,
+    from_tree,
+    init_state,
+    with_copies,
+)
+from moejax.train.step import train_step
+from tests.cli.conftest import SMALL
+
+MLA = SMALL | {
+    "model.num_layers": 2, "model.attention": "mla", "model.ffn.num_dense_layers": 2,
+    "optim.name": "muon", "train.compute_dtype": "bfloat16", "optim.qk_clip": 0.01,
+    "train.remat": "full", "mesh.fsdp": 2,
+}  # fmt: skip
+HOST = {"memory.optimizer": "host", "memory.master": "host"}
+FAST = {"xla_backend_optimization_level": 0}
+
+
+def program_of(changes: dict):
+    cfg = load_config("tiny", MLA | changes)
+    return build_program(cfg, make_mesh(cfg.mesh, jax.devices()[:2]))
+
+
+def train(program, state, count=2, spoil=False):
+    """The state after steps on random tokens, and their losses."""
+    tokens = np.random.default_rng(0).integers(0, 256, (8, 32), np.int32)
+    batch = {"tokens": tokens, "labels": tokens, "segment_ids": np.ones_like(tokens)}
+    batch = put_batch(program, batch, program.cfg.train.accumulation)
+    with jax.set_mesh(program.mesh):
+        step = jax.jit(
+            lambda s, b, most: train_step(program, s, b, most), donate_argnums=0,
+            out_shardings=(program.shardings, None), compiler_options=FAST,
+        )  # fmt: skip
+        losses = []
+        for _ in range(count):
+            state, metrics = step(state, batch, jnp.float32(jnp.inf))
+            losses.append(float(metrics["loss"]))
+        before = jax.device_get(state)
+        state, _ = step(state, batch, jnp.float32(-jnp.inf))
+        for one, other in zip(*map(jax.tree.leaves, (before[:3], state[:3])), strict=True):
+            np.testing.assert_array_equal(one, other)  # a bad step changes nothing
+    return state, losses
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Program, state and losses of two steps with the state on the devices, and on the host."""
+    programs = {"device": program_of({}), "host": program_of(HOST)}
+    return {name: (p, *train(p, init_state(p, 0))) for name, p in programs.items()}
+
+
+def close(one, other):
+    """Equal but for the last bits: products of one layer and of all round differently."""
+    one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+    assert np.abs(one - other).max() <= 2e-6 * max(np.abs(one).max(), 1e-30)
+
+
+def test_losses_and_states_are_those_of_a_run_on_the_devices(runs):
+    (_, on_device, losses), (_, on_host, same) = runs["device"], runs["host"]
+    np.testing.assert_allclose(losses, same, rtol=1e-6)
+    assert losses[1] < losses[0]
+    trees = as_tree(on_device, 0), as_tree(on_host, 0)
+    assert jax.tree.structure(trees[0]) == jax.tree.structure(trees[1])
+    jax.tree.map(close, *trees)
+
+
+def test_moments_and_masters_of_maps_are_on_the_host_and_copies_in_the_compute_dtype(runs):
+    program, state, _ = runs["host"]
+    for leaf, hosted in zip(*map(jax.tree.leaves, (state, program.hosted)), strict=True):
+        assert (leaf.sharding.memory_kind == PINNED) == hosted
+    assert isinstance(state.opt_state, MasterState)
+    masters = jax.tree.leaves(state.opt_state.master)
+    total = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    assert sum(leaf.size for leaf in masters) > 0.98 * total
+    copy = state.params["stack0"]["run0"]["attn"]["k_b"]
+    master = state.opt_state.master["stack0"]["run0"]["attn"]["k_b"]
+    assert (copy.dtype, master.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_array_equal(copy, np.asarray(master).astype(copy.dtype))
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted"), [("host", "host"), ("host", "device"), ("device", "host")]
+)
+def test_a_checkpoint_of_either_kind_is_restored_into_either(runs, tmp_path, saved, wanted):
+    program, state, _ = runs[saved]
+    other = runs[wanted][0]
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, as_tree(state, 0), position={}, config=as_dict(program.cfg))
+    restored = checkpoints.restore(1, abstract_tree(other)).state
+    checkpoints.close()
+    again = with_copies(other, from_tree(restored))
+    for leaf, where in zip(*map(jax.tree.leaves, (again, other.shardings)), strict=True):
+        assert leaf.sharding == where
+    for one, two in zip(*(jax.tree.leaves(as_tree(s, 0)) for s in (state, again)), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_layers_are_changed_in_place_and_shared_values_once():
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=PINNED)
+    stacked = jax.device_put(jnp.arange(24.0).reshape(2, 3, 4), where)
+
+    def double(changed, read, shared):
+        return changed * 2 + read[None] + shared, shared + 1
+
+    @jax.jit
+    def run(stacked):
+        return update_layers(double, (2, 3), stacked, jnp.ones((2, 3)), jnp.float32(10))
+
+    changed, shared = run(stacked)
+    assert changed.sharding.memory_kind == PINNED
+    np.testing.assert_array_equal(changed, np.arange(24.0).reshape(2, 3, 4) * 2 + 11)
+    assert float(shared) == 11
+    assert jax.jit(to_device)(stacked).sharding.memory_kind == "device"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"memory.master": "host"}, "needs memory.optimizer='host'"),
+        (HOST | {"train.compute_dtype": "float32"}, "copies would be as large"),
+        ({"memory.frozen": "host"}, "all parameters are trained"),
+        ({"memory.optimizer": "host", "placement.every": 2}, "within device memory only"),
+    ],
+)
+def test_a_placement_without_effect_is_one_line(changes, words):
+    cfg: RunConfig = load_config("tiny", MLA | changes)
+    with pytest.raises(ConfigError, match=words) as error:
+        cfg.check(2)
+    assert "\n" not in str(error.value)
