@@ -401,6 +401,17 @@ def get_config() -> ConfigDict:
     # step after which the process they wait for is named; 0 = never (JAX ends all after 100) [>= 0]
     c.train.watchdog_s = 90.0
 
+    c.memory = ConfigDict()
+    # where the optimizer's moments of maps and tables live; host: in pinned host memory, of which
+    # one layer's are on the devices at a time during the update [one of 'device', 'host']
+    c.memory.optimizer = "device"
+    # where the float32 values of trained maps live: with host the devices hold them in
+    # train.compute_dtype, at the same numbers [one of 'device', 'host']
+    c.memory.master = "device"
+    # where the frozen maps of the layers live: with host each comes to the devices for its layer,
+    # while the layer before computes [one of 'device', 'host']
+    c.memory.frozen = "device"
+
     c.swap = ConfigDict()
     # results that are kept beside those of train.remat, by name (`moejax config --memory` has them)
     c.swap.keep = ()
@@ -413,17 +424,6 @@ def get_config() -> ConfigDict:
     # train.remat=auto: GB/s from a device to its host while all its devices copy; 0 = the hardware's
     # [>= 0]
     c.swap.link_gb_s = 0.0
-
-    c.memory = ConfigDict()
-    # where the optimizer's moments of maps and tables live; host: in pinned host memory, of which
-    # one layer's are on the devices at a time during the update [one of 'device', 'host']
-    c.memory.optimizer = "device"
-    # where the float32 values of trained maps live: with host the devices hold them in
-    # train.compute_dtype, at the same numbers [one of 'device', 'host']
-    c.memory.master = "device"
-    # where the frozen maps of the layers live: with host each comes to the devices for its layer,
-    # while the layer before computes [one of 'device', 'host']
-    c.memory.frozen = "device"
 
     c.kernels = ConfigDict()
     # implementation that operators take where they have it and it runs; auto = the platform's
