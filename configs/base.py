@@ -360,6 +360,9 @@ def get_config() -> ConfigDict:
     c.train.num_steps = 400
     # microbatches in a step [>= 1]
     c.train.accumulation = 1
+    # most rows that a device takes at once: sets train.accumulation by the devices that are there,
+    # so that a run goes on with fewer or more of them at the same batch; 0 = off [>= 0]
+    c.train.rows_per_device = 0
     # dtype of activations and of weights at use: float32 or bfloat16 [one of 'float32', 'bfloat16']
     c.train.compute_dtype = "float32"
     # what the backward pass finds kept: none = all, nothing is computed again; full = no result of a

@@ -203,6 +203,13 @@ def _place_by_hand(options: argparse.Namespace) -> bool:
     return True
 
 
+def devices_per_host(options: argparse.Namespace) -> int:
+    """Devices that come and go together; after `start_devices`."""
+    import jax
+
+    return len(jax.local_devices()) if options.multihost else 1
+
+
 def _no_devices(error: BaseException) -> str:
     """One line for a backend that does not start; JAX raises a bare AssertionError for some."""
     asked = os.environ.get("JAX_PLATFORMS", "")

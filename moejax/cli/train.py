@@ -8,6 +8,7 @@ from moejax.cli.flags import (
     Parser,
     add_config,
     add_devices,
+    devices_per_host,
     exit_code,
     required_config,
     start_devices,
@@ -43,7 +44,8 @@ def main(argv: Sequence[str]) -> int:
     if not options.workdir:
         raise ConfigError("--workdir is needed: the folder the run lives in.")
     check_asked(cfg, overrides)
-    cfg.check(start_devices(options))
+    count = start_devices(options)
+    cfg.check(count, devices_per_host(options))
 
     from moejax.train import run
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection
 
 from moejax.config.data import DataConfig, EvalConfig
+from moejax.config.elastic import microbatches, with_nearest
 from moejax.config.fields import ConfigError, Section, setting
 from moejax.config.lora import LoraConfig
 from moejax.config.memory import MemoryConfig
@@ -54,23 +55,46 @@ class RunConfig(Section):
         moe = moe.replace(exchange_hosts=moe.exchange_hosts or self.mesh.dcn.expert)
         return self.replace(model=self.model.replace(moe=moe))
 
-    def check(self, num_devices: int) -> dict[str, int]:
+    def on(self, num_devices: int) -> RunConfig:
+        """The config with the microbatches that `train.rows_per_device` asks for on these devices.
+
+        Raises:
+          ConfigError: as `check`.
+        """
+        if not self.train.rows_per_device:
+            return self
+        sizes = self.check(num_devices)
+        count = microbatches(
+            self.data.batch_size, _batch_shards(sizes), self.train.rows_per_device
+        )
+        return self.replace(train=self.train.replace(accumulation=count))
+
+    def check(self, num_devices: int, devices_per_host: int = 1) -> dict[str, int]:
         """Rules that span sections, on this many devices.
 
         Returns:
           The mesh sizes.
         Raises:
-          ConfigError: a rule is broken.
+          ConfigError: a rule is broken; where another number of devices (or of hosts of so many)
+            would do, the line names the nearest.
         """
+        try:
+            sizes = self._sizes(num_devices)
+        except ConfigError as error:
+            raise with_nearest(error, self._sizes, num_devices, devices_per_host) from error
+        _check_vocabulary(self)
+        _check_trainable(self)
+        _check_memory(self)
+        _check_images(self)
+        return sizes
+
+    def _sizes(self, num_devices: int) -> dict[str, int]:
+        """The mesh on this many devices; raises ConfigError where they do not fit the run."""
         sizes = self.mesh.sizes(num_devices)
         _check_later_axes(sizes)
         _check_experts(self.model, sizes)
         _check_hosts(self.with_hosts().model.moe, sizes["expert"])
         _check_batch(self, sizes)
-        _check_vocabulary(self)
-        _check_trainable(self)
-        _check_memory(self)
-        _check_images(self)
         return sizes
 
 
@@ -113,9 +137,14 @@ def _check_hosts(moe: MoeConfig, axis: int) -> None:
         )
 
 
+def _batch_shards(sizes: dict[str, int]) -> int:
+    return sizes["data"] * sizes["fsdp"] * sizes["expert"]
+
+
 def _check_batch(run: RunConfig, sizes: dict[str, int]) -> None:
-    ways = sizes["data"] * sizes["fsdp"] * sizes["expert"]
+    ways = _batch_shards(sizes)
     rows, accumulation = run.data.batch_size, run.train.accumulation
+    accumulation = 1 if run.train.rows_per_device else accumulation
     if rows % (ways * accumulation):
         raise ConfigError(
             f"data.batch_size={rows} does not divide over {ways} batch shards x "

@@ -17,6 +17,8 @@ from moejax.train.state import Program, abstract_tree, saved_part
 _FREE = (
     "train.num_steps",
     "train.stop_at",
+    "train.accumulation",
+    "train.rows_per_device",
     "compile_cache",
     "kernels.",
     "mesh.",

@@ -111,7 +111,8 @@ def run(
     """
     began = time.perf_counter()
     workdir = pathlib.Path(workdir)
-    cfg.check(len(jax.devices()))
+    cfg.check(len(jax.devices()), _devices_per_host())
+    cfg = cfg.on(len(jax.devices()))
     if cfg.lora.rank and cfg.init_from:  # the base is read again whenever the run is, from anywhere
         cfg = cfg.replace(init_from=str(pathlib.Path(cfg.init_from).expanduser().absolute()))
     corpora = {split: load_corpus(cfg.data, split) for split in ("train", "validation")}
@@ -317,6 +318,10 @@ def check_vocabulary(cfg: RunConfig, tokenizer: Tokenizer) -> None:
 def _say(line: str) -> None:
     if jax.process_index() == 0:
         print(line, flush=True)
+
+
+def _devices_per_host() -> int:
+    return len(jax.local_devices()) if jax.process_count() > 1 else 1
 
 
 def _warn(line: str) -> None:
