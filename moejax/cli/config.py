@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -17,6 +18,7 @@ EXAMPLES = (
     "moejax config --config=tiny",
     "moejax config --config=kimi_k3 --devices=128 --sharding",
     "moejax config --config=tiny --params --config.model.num_layers=13",
+    "moejax config --config=kimi_k31_lora --devices=128 --memory",
     "moejax config --fields                       every field, its meaning, default and range",
 )
 
@@ -24,17 +26,21 @@ EXAMPLES = (
 def main(argv: Sequence[str]) -> int:
     """Prints what was selected, or everything. Allocates nothing and needs no device."""
     options, overrides = _parser().parse(argv)
-    everything = not (options.fields or options.params or options.sharding)
+    everything = not (options.fields or options.params or options.sharding or options.memory)
     if options.fields and not options.config:
         options.config = "base"
     cfg = required_config(options, overrides)
-    if options.fields and not (options.params or options.sharding or options.json):
+    if options.fields and not (
+        options.params or options.sharding or options.memory or options.json
+    ):
         print_fields(cfg)
         return 0
     count = options.devices or smallest_fit(cfg)
     sizes = cfg.check(count)
     # Shapes are all that is asked for: no accelerator is taken from whoever uses it.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    if options.memory:
+        return print_memory(cfg, sizes, as_json=options.json)
     facts = model_facts(cfg, sizes)
     if options.json:
         print(json.dumps({"config": as_dict(cfg), "mesh": sizes, **facts}, indent=2))
@@ -63,6 +69,11 @@ def _parser() -> Parser:
     parser.add_argument("--params", action="store_true", help="only the parameter counts")
     parser.add_argument("--sharding", action="store_true", help="only the sharding table")
     parser.add_argument(
+        "--memory", action="store_true",
+        help="only what the layers' results weigh until the backward pass, by name, and what "
+        "train.remat and swap do with each",
+    )
+    parser.add_argument(
         "--devices", type=positive, metavar="N",
         help="devices of the mesh; none are needed (default: the fewest that the mesh fits)",
     )  # fmt: skip
@@ -76,6 +87,19 @@ def smallest_fit(cfg: RunConfig) -> int:
         getattr(cfg.mesh.dcn, axis) if getattr(cfg.mesh, axis) == -1 else getattr(cfg.mesh, axis)
         for axis in MESH_AXES
     )
+
+
+def print_memory(cfg: RunConfig, sizes: dict[str, int], *, as_json: bool) -> int:
+    """The results of the layers, by name. Returns 0."""
+    from moejax.cli.memory_table import print_plan
+    from moejax.train.memory_plan import plan_of_shapes
+
+    plan, tokens = plan_of_shapes(cfg, sizes)
+    if as_json:
+        print(json.dumps({"tokens": tokens, **dataclasses.asdict(plan)}, indent=2))
+    else:
+        print_plan(plan, tokens, timed=cfg.train.remat == "auto")
+    return 0
 
 
 def model_facts(cfg: RunConfig, sizes: dict[str, int]) -> dict[str, Any]:

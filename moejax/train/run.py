@@ -40,6 +40,7 @@ from moejax.observability import (
 from moejax.observability.plots import plot_run
 from moejax.partitioning import describe_mesh, make_mesh
 from moejax.train.bad_steps import BadSteps, Rewind
+from moejax.train.auto_memory import tell_plan, with_chosen_memory
 from moejax.train.compile import enable_cache
 from moejax.train.diagnose import NonFiniteError
 from moejax.train.evaluate import Evaluator
@@ -118,7 +119,11 @@ def run(
     corpora = {split: load_corpus(cfg.data, split) for split in ("train", "validation")}
     check_writable(workdir)
     enable_cache(cfg.compile_cache)
-    program = build_program(cfg, make_mesh(cfg.mesh))
+    mesh = make_mesh(cfg.mesh)
+    cfg, plan = with_chosen_memory(cfg, mesh)
+    if plan is not None:
+        tell_plan(plan)
+    program = build_program(cfg, mesh)
     placer = open_placer(program)
     checkpoints = Checkpoints(workdir, cfg.checkpoint)
     latest = checkpoints.latest_step()
