@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from moejax.lora import LinearMap, linear_maps
+from moejax.lora.maps import TOWER
 from moejax.models.hf_keys import Spelling
 from moejax.models.parts import ModelParts
 
@@ -106,7 +107,7 @@ class PeftNames:
     def path(self, one: LinearMap, *, memory: bool) -> str:
         """Module path of a map, of the experts' the one of all of them."""
         path = one.name.rpartition(".")[0] if one.num_experts else one.name
-        if not memory or self.memory is None:
+        if not memory or self.memory is None or one.stack == TOWER:
             return path
         _, layer, rest = re.split(r"\blayers\.(\d+)\.", path, maxsplit=1)
         for word, other in self.memory.words.items():

@@ -17,6 +17,7 @@ from moejax.checkpoint.peft_packing import LowRank
 from moejax.config import ModelConfig, RunConfig, build_section
 from moejax.layers.adapter import is_adapter
 from moejax.lora import LinearMap, Target, adapted_parts
+from moejax.lora.maps import TOWER
 from moejax.models.hf_config import FAMILIES
 from moejax.models.hf_config_write import family_name
 from moejax.models.parts import model_parts
@@ -104,7 +105,8 @@ def renamed(targets: list[Target], names: PeftNames) -> dict[str, Target]:
 
 def tree_path(one: LinearMap) -> str:
     """Path of a map's adapter in the parameters, without `/a` and `/b`."""
-    return f"stack{one.stack}/run{one.run}/{one.path.replace('.', '/')}"
+    where = "vision/blocks" if one.stack == TOWER else f"stack{one.stack}/run{one.run}"
+    return f"{where}/{one.path.replace('.', '/')}"
 
 
 def to_published(a: np.ndarray, b: np.ndarray, one: LinearMap, scale: float) -> LowRank:

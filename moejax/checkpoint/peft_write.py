@@ -16,6 +16,7 @@ from moejax.checkpoint.peft_names import FOREIGN, PeftNames
 from moejax.checkpoint.peft_packing import LowRank, pack_experts
 from moejax.checkpoint.safetensors_file import SafetensorsWriter
 from moejax.lora import LinearMap
+from moejax.lora.maps import TOWER
 
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 NAMES = ("transformers", "checkpoint")
@@ -65,6 +66,11 @@ def write_peft(
         raise CheckpointError("no adapter changes anything: there is nothing to write.")
     out = free_folder(out)
     memory = spelling == "transformers" and names.memory is not None
+    if memory and any(names.maps[name].stack == TOWER for name in shapes):
+        raise CheckpointError(
+            "transformers has the vision tower's maps cut otherwise: adapters on it are written "
+            "with --names=checkpoint."
+        )
     writer = _Writer(names, memory, DTYPES[dtype])
     with written_whole(out) as partial:
         plan = [row for name in shapes for row in writer.plan(name, shapes)]
@@ -142,7 +148,8 @@ class _Writer:
     def others(self, shapes: Mapping[str, Any]) -> Iterator[str]:
         """Everything else in the model that a target could reach."""
         yield from _NEVER
-        yield from FOREIGN.get(self.names.model_type, ())
+        foreign = FOREIGN.get(self.names.model_type, ())
+        yield from (name for name in foreign if name not in self.names.maps)
         for name, one in self.names.maps.items():
             if name not in shapes:
                 for want in self.names.wanted(one, memory=self.memory):

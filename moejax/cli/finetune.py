@@ -28,7 +28,8 @@ EXAMPLES = (
 )
 _FORMS = (
     'A line of the data is {"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": '
-    '"...", "completion": "..."}. Only what the assistant wrote is learned (data.train_on). '
+    '"...", "completion": "..."}. Only what the assistant wrote is learned (data.train_on). With '
+    'data.image_patches a content may be a list with {"type": "image", "path": FILE}. '
 )
 # Of the rates that the base was trained with, when all parameters are.
 _RATE = 0.1
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
     tokenizer = get_tokenizer(cfg.data, options.workdir)
     check_vocabulary(cfg, tokenizer)
-    facts = chat_facts(cfg.data, tokenizer, load_corpus(cfg.data, "train"))
+    facts = chat_facts(cfg.data, tokenizer, load_corpus(cfg.data, "train"), cfg.model.vision)
     cfg = with_steps(cfg, facts.rows, overrides)
     if is_first_process():
         print("\n".join([*facts.lines(), plan(cfg, facts.rows)]), flush=True)
@@ -78,7 +79,8 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--data", metavar="FILE", action="append", default=[],
-        help=".jsonl file or glob of conversations; may be given more than once",
+        help=".jsonl file or glob of conversations, or .tar shards of images and captions; may be "
+        "given more than once",
     )  # fmt: skip
     parser.add_argument(
         "--validation", metavar="FILE", action="append", default=[],
@@ -123,11 +125,12 @@ def finetune_config(options: argparse.Namespace, overrides: Mapping[str, str]) -
 
 def _data_changes(options: argparse.Namespace, asked: RunConfig) -> dict[str, Any]:
     if not options.data:
-        if asked.data.source != "chat":
+        if asked.data.source not in ("chat", "webdataset"):
             raise ConfigError("--data is needed: a .jsonl file of conversations.")
         return {}
+    shards = all(path.endswith(".tar") for path in options.data)
     return {
-        "data.source": "chat",
+        "data.source": "webdataset" if shards else "chat",
         "data.mixture": (),
         "data.paths": tuple(options.data),
         "data.validation_paths": tuple(options.validation),

@@ -59,7 +59,10 @@ def without_limits(parts: ModelParts) -> ModelParts:
     """
     moe = parts.cfg.moe
     free = moe.replace(capacity_factor=0.0, exchange="auto")
-    kept = {name: parts.options[name] for name in ("spread", "adapters", "base_format")}
+    kept = {
+        name: parts.options[name]
+        for name in ("spread", "adapters", "base_format", "vision_adapters")
+    }
     tracked = {name: value for name, value in parts.options.items() if name not in kept}
     if free == moe and not any(tracked.values()):
         return parts

@@ -10,8 +10,12 @@ from typing import Any, NamedTuple
 
 from moejax.models.decoder import layer_kinds
 from moejax.models.grouping import LayerKind, layer_places
-from moejax.models.hf_keys import DEEPSEEK, Spelling, TensorRule, layer_rules
+from moejax.models.hf_keys import DEEPSEEK, VISION_BLOCK, Spelling, TensorRule, layer_rules
 from moejax.models.parts import ModelParts
+
+TOWER = -1  # in the place of a stack's number
+# Of a block of the tower: module name, the parameter.
+_TOWER_MAPS = (("wqkv", "qkv"), ("wo", "o"), ("mlp.fc0", "fc0"), ("mlp.fc1", "fc1"))
 
 
 class LinearMap(NamedTuple):
@@ -22,7 +26,8 @@ class LinearMap(NamedTuple):
         parameter, `....experts.gate_up_proj` and `....experts.down_proj`.
       kind: what kind of layer part it belongs to, in words.
       layer: number of the layer.
-      stack, run: where the layer's parameters are stacked, and `place` [repeat, count] in there.
+      stack, run: where the layer's parameters are stacked, and `place` [repeat, count] in there; of
+        a block of the vision tower, TOWER, 0 and its number.
       owner: path from the layer to the module that holds the map.
       adapter: name of the adapter beside it, the same in every family's spelling.
       leaves: the parameters it consists of; of several, the last dims stand behind each other.
@@ -36,7 +41,7 @@ class LinearMap(NamedTuple):
     layer: int
     stack: int
     run: int
-    place: tuple[int, int]
+    place: tuple[int, ...]
     owner: tuple[str, ...]
     adapter: str
     leaves: tuple[str, ...]
@@ -52,7 +57,7 @@ class LinearMap(NamedTuple):
 
 
 def linear_maps(parts: ModelParts, spelling: Spelling) -> list[LinearMap]:
-    """All maps that can have an adapter, in the order of layers.
+    """All maps that can have an adapter, in the order of layers; last those of a vision tower.
 
     Not among them: embedding and output head, norms, convolutions, decay rates.
     """
@@ -66,6 +71,24 @@ def linear_maps(parts: ModelParts, spelling: Spelling) -> list[LinearMap]:
             if one is not None:
                 found.append(one)
         found += _expert_maps(leaves, spelling, at)
+    return found + _tower_maps(parts)
+
+
+def _tower_maps(parts: ModelParts) -> list[LinearMap]:
+    """The maps of the vision tower's blocks, where there is one."""
+    found = []
+    for layer in range(parts.cfg.vision.num_layers):
+        leaves = parts.params["vision"]["blocks"]
+        for module, leaf in _TOWER_MAPS:
+            in_size, *out = leaves[leaf].shape[1:]
+            found.append(
+                LinearMap(
+                    name=f"{VISION_BLOCK}{layer}.{module}", kind="vision tower", layer=layer,
+                    stack=TOWER, run=0, place=(layer,), owner=(),
+                    adapter=module.rpartition(".")[2], leaves=(leaf,), at=None, in_size=in_size,
+                    out_size=math.prod(out),
+                )
+            )  # fmt: skip
     return found
 
 

@@ -33,6 +33,7 @@ def adapted_parts(cfg: RunConfig, **options: Any) -> tuple[ModelParts, Selection
         if not on_indexer:
             model = model.replace(dsa=model.dsa.replace(stage="frozen"))
     options |= {"adapters": selection.plan, "adapter_dropout": cfg.lora.dropout}
+    options["vision_adapters"] = selection.vision
     options["base_format"] = cfg.lora.base_format
     return model_parts(model, **options), selection
 

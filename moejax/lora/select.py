@@ -9,7 +9,7 @@ from typing import NamedTuple
 from moejax.config import ConfigError, LoraConfig, nearest
 from moejax.config.lora import pattern_matches
 from moejax.layers.adapter import AdapterSpec
-from moejax.lora.maps import LinearMap
+from moejax.lora.maps import TOWER, LinearMap
 from moejax.models.decoder import AdapterPlan
 from moejax.models.grouping import Segment
 
@@ -28,6 +28,7 @@ class Selection(NamedTuple):
     Attributes:
       targets: in the order of layers.
       plan: the same as the decoder takes it.
+      vision: those of every block of the vision tower.
       warnings: a line for every target that names maps of several kinds, and for every setting
         without effect.
     """
@@ -35,6 +36,7 @@ class Selection(NamedTuple):
     targets: list[Target]
     plan: AdapterPlan
     warnings: list[str]
+    vision: tuple[AdapterSpec, ...] = ()
 
 
 def select_adapters(
@@ -84,7 +86,10 @@ def select_adapters(
     targets = [
         Target(m, cfg.rank_of(m.name), cfg.scale_of(m.name)) for m in maps if m.name in chosen
     ]
-    return Selection(targets, _plan(cfg, targets, segments), warnings + _idle(cfg, targets))
+    on_tower = [target for target in targets if target.map.stack == TOWER]
+    others = [target for target in targets if target.map.stack != TOWER]
+    plan, vision = _plan(cfg, others, segments), _vision_plan(cfg, on_tower, maps)
+    return Selection(targets, plan, warnings + _idle(cfg, targets), vision)
 
 
 def _idle(cfg: LoraConfig, targets: Sequence[Target]) -> list[str]:
@@ -121,6 +126,11 @@ def _check_dropout(cfg: LoraConfig, chosen: Iterable[LinearMap]) -> None:
     if not cfg.dropout:
         return
     for one in chosen:
+        if one.stack == TOWER:
+            raise ConfigError(
+                f"lora.dropout={cfg.dropout} does not go with an adapter on {one.name}: the vision "
+                "tower has no dropout. Set lora.dropout=0, or leave the map out."
+            )
         if one.num_experts or one.adapter == "kv_b_proj":
             raise ConfigError(
                 f"lora.dropout={cfg.dropout} does not go with an adapter on {one.name}: "
@@ -163,3 +173,30 @@ def _plan(cfg: LoraConfig, targets: Sequence[Target], segments: Sequence[Segment
             )  # fmt: skip
         )
     return tuple(tuple(tuple(specs) for specs in runs) for runs in plan)
+
+
+def _vision_plan(
+    cfg: LoraConfig, targets: Sequence[Target], maps: Sequence[LinearMap]
+) -> tuple[AdapterSpec, ...]:
+    """Adapters of the tower's blocks, which are one loop: all of them have the same."""
+    groups: dict[str, list[Target]] = {}
+    for target in targets:
+        groups.setdefault(target.map.adapter, []).append(target)
+    blocks = len({one.layer for one in maps if one.stack == TOWER})
+    specs = []
+    for adapter, members in groups.items():
+        first = members[0]
+        alike = {(member.rank, member.scale) for member in members}
+        if len(members) != blocks or len(alike) > 1:
+            raise ConfigError(
+                f"lora: the blocks of the vision tower are one loop, and {adapter!r} has adapters "
+                f"in {len(members)} of {blocks}, of {len(alike)} ranks or scales. Target it in all "
+                "blocks, with one rank and one alpha."
+            )
+        specs.append(
+            AdapterSpec(
+                (), adapter, first.map.leaves, None, first.rank, first.scale, ((first.rank,),),
+                cfg.init,
+            )
+        )  # fmt: skip
+    return tuple(specs)

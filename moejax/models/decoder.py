@@ -21,6 +21,7 @@ from moejax.layers.param import use
 from moejax.layers.quantised import as_bytes, dequantised
 from moejax.layers.vision.images import Images, RowImages, with_features
 from moejax.layers.vision.tower import VisionTower
+from moejax.memory.host_state import brought
 from moejax.memory.layer_loop import Loop, run_layers, scan_layers
 from moejax.memory.policy import Policy
 from moejax.models.block import DecoderLayer, Residual, num_sources, start_residual
@@ -122,7 +123,7 @@ class Stack(nnx.Module):
                 def layer(carry, xs, graph=graph, first=first, repeat=repeat):
                     (residual, cache), (state, count) = carry, xs
                     before = read_layer(cache, repeat, count)
-                    module = _layer(graph, state, residual)
+                    module = _layer(graph, brought(state), residual)
                     residual, news = module.cached(residual, before, now, first + count)
                     return (residual, write_layer(cache, news, repeat, count, now.position)), None
 
@@ -172,6 +173,7 @@ class Decoder(nnx.Module):
         self, cfg: ModelConfig, rngs: nnx.Rngs, *,
         track_max_logit: bool = False, watch: bool = False, spread: Spread | None = None,
         adapters: AdapterPlan = (), adapter_dropout: float = 0.0, base_format: str = "plain",
+        vision_adapters: tuple[AdapterSpec, ...] = (),
     ):  # fmt: skip
         self.cfg = cfg
         self.embed = Embed(cfg.vocab_size, cfg.dim, cfg.init_std, rngs)
@@ -190,7 +192,9 @@ class Decoder(nnx.Module):
         if not cfg.tie_embeddings:
             self.head = Embed(cfg.vocab_size, cfg.dim, cfg.init_std, rngs)
         if cfg.vision.num_layers:
-            self.vision = VisionTower(cfg.vision, cfg.dim, cfg.init_std, rngs)
+            self.vision = VisionTower(
+                cfg.vision, cfg.dim, cfg.init_std, rngs, adapters=vision_adapters
+            )
 
     def __call__(
         self, tokens_BT: jax.Array, segment_ids_BT: jax.Array | None = None, *,

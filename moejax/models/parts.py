@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from moejax.config import ModelConfig
+from moejax.layers.adapter import AdapterSpec
 from moejax.layers.moe.placement import Spread
 from moejax.layers.param import Balance, param_infos
 from moejax.layers.quantised import is_scale
@@ -62,7 +63,7 @@ class ModelParts(NamedTuple):
 def model_parts(
     cfg: ModelConfig, *, track_max_logit: bool = False, watch: bool = False,
     spread: Spread | None = None, adapters: AdapterPlan = (), adapter_dropout: float = 0.0,
-    base_format: str = "plain",
+    base_format: str = "plain", vision_adapters: tuple[AdapterSpec, ...] = (),
 ) -> ModelParts:  # fmt: skip
     """The parts of a model, without allocating any of it (2.8 T parameters take seconds).
 
@@ -74,11 +75,13 @@ def model_parts(
         holds where (`ffn.places`).
       adapters: low-rank adapters of every run's layers (see `moejax.lora`).
       adapter_dropout: share of what they read that is dropped in training.
+      vision_adapters: those of every block of the vision tower.
       base_format: form of the large maps outside routed experts, see `moejax.layers.quantised`.
     """
     options: dict[str, Any] = {
         "track_max_logit": track_max_logit, "watch": watch, "spread": spread,
         "adapters": adapters, "adapter_dropout": adapter_dropout, "base_format": base_format,
+        "vision_adapters": vision_adapters,
     }  # fmt: skip
     abstract = nnx.eval_shape(lambda: Decoder(cfg, nnx.Rngs(params=0), **options))
     graph, *states = nnx.split(abstract, nnx.Param, Balance)

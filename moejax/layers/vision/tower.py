@@ -13,6 +13,7 @@ from flax import nnx
 
 from moejax.config import VisionConfig
 from moejax.config.vision import MERGE
+from moejax.layers.adapter import AdapterSpec, attach, project
 from moejax.layers.norm import RmsNorm, layer_norm
 from moejax.layers.param import use, vector, weight, wide
 from moejax.layers.vision.images import Patches
@@ -67,15 +68,14 @@ class Block(nnx.Module):
     ) -> jax.Array:
         """The next residual; padding (id 0) stays finite and reaches no image."""
         dtype = x_BZD.dtype
-        qkv = jnp.einsum("bzd,dtnh->bztnh", self.norm0(x_BZD), use(self.qkv, dtype))
-        qkv = qkv + _bias(self, "qkv", dtype)
+        qkv = project(self, "qkv", self.norm0(x_BZD)) + _bias(self, "qkv", dtype)
         q, k, v = (qkv[:, :, i] for i in range(3))
         out_BZNH = batch_local(self._attend, (0,) * 5)(q, k, v, angles_BZh, image_ids_BZ)
         flat = out_BZNH.astype(dtype).reshape(*x_BZD.shape[:2], -1)
-        x_BZD = x_BZD + flat @ use(self.o, dtype) + _bias(self, "o", dtype)
-        hidden = self.norm1(x_BZD) @ use(self.fc0, dtype) + _bias(self, "fc0", dtype)
+        x_BZD = x_BZD + project(self, "o", flat) + _bias(self, "o", dtype)
+        hidden = project(self, "fc0", self.norm1(x_BZD)) + _bias(self, "fc0", dtype)
         hidden = jax.nn.gelu(hidden.astype(wide(dtype)), approximate=True).astype(dtype)
-        return x_BZD + hidden @ use(self.fc1, dtype) + _bias(self, "fc1", dtype)
+        return x_BZD + project(self, "fc1", hidden) + _bias(self, "fc1", dtype)
 
     def _attend(self, q_BZNH, k_BZNH, v_BZNH, angles_BZh, image_ids_BZ):
         q_BZNH, k_BZNH = (turned(x, angles_BZh) for x in (q_BZNH, k_BZNH))
@@ -115,7 +115,14 @@ class Projector(nnx.Module):
 class VisionTower(nnx.Module):
     """Buffers of patches to features of the text's width."""
 
-    def __init__(self, cfg: VisionConfig, text_dim: int, std: float, rngs: nnx.Rngs):
+    def __init__(
+        self, cfg: VisionConfig, text_dim: int, std: float, rngs: nnx.Rngs, *,
+        adapters: tuple[AdapterSpec, ...] = (),
+    ):  # fmt: skip
+        """
+        Args:
+          adapters: low-rank adapters of every block.
+        """
         self.cfg = cfg
         p, D = cfg.patch, cfg.dim
         axes = (None, None, None, "embed")
@@ -124,7 +131,7 @@ class VisionTower(nnx.Module):
             self.patch_bias = vector(jnp.zeros(D), (None,))
         grid_axes = (None, None, "embed")
         self.grid = weight(rngs, (cfg.grid, cfg.grid, D), grid_axes, std=std, matrix=None)
-        self.blocks = _stacked_blocks(cfg, std, rngs)
+        self.blocks = _stacked_blocks(cfg, std, rngs, adapters)
         self.final_norm = _norm(cfg, D, cfg.norm_eps)
         self.projector = Projector(cfg, text_dim, std, rngs)
 
@@ -197,9 +204,17 @@ def _mean_by_token(x_Bz4D: jax.Array, tokens_Bz: jax.Array) -> jax.Array:
     return jax.vmap(one)(x_Bz4D, tokens_Bz)
 
 
-def _stacked_blocks(cfg: VisionConfig, std: float, rngs: nnx.Rngs) -> Block:
+def _stacked_blocks(
+    cfg: VisionConfig, std: float, rngs: nnx.Rngs, adapters: tuple[AdapterSpec, ...]
+) -> Block:
     """One block module with the parameters of all, each initialised from its own key."""
-    graph, _ = nnx.split(nnx.eval_shape(lambda: Block(cfg, std, nnx.Rngs(params=0))))
+
+    def block(key: Any) -> Block:
+        own = nnx.Rngs(params=key)
+        made = Block(cfg, std, own)
+        attach(made, adapters, own)
+        return made
+
+    graph, _ = nnx.split(nnx.eval_shape(lambda: block(0)))
     keys = jax.random.split(rngs.params(), cfg.num_layers)
-    state = jax.vmap(lambda key: nnx.split(Block(cfg, std, nnx.Rngs(params=key)))[1])(keys)
-    return nnx.merge(graph, state)
+    return nnx.merge(graph, jax.vmap(lambda key: nnx.split(block(key))[1])(keys))
