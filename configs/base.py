@@ -497,6 +497,11 @@ def get_config() -> ConfigDict:
     c.checkpoint.keep_best = True
     # write in the background
     c.checkpoint.asynchronous = True
+    # steps between local checkpoints, which a restart on the same hosts prefers where they are newer
+    # than the durable ones; 0 = none [>= 0]
+    c.checkpoint.local_every = 0
+    # folder of local checkpoints, on each host's own disk or in its memory (/dev/shm/moejax)
+    c.checkpoint.local_dir = ""
 
     c.placement = ConfigDict()
     # steps between placements of the experts by their loads, so that devices have equal work; 0 =

@@ -2,6 +2,7 @@
 
 from moejax.checkpoint.hf_folder import HfFolder, HfWriter
 from moejax.checkpoint.layout import FORMAT_VERSION, CheckpointError, locate
+from moejax.checkpoint.local import LocalCheckpoints
 from moejax.checkpoint.manager import Checkpoints, Restored
 from moejax.checkpoint.reader import has_part, read_config
 from moejax.checkpoint.streamed import StreamedCheckpoint, read_carried
@@ -12,6 +13,7 @@ __all__ = [
     "Checkpoints",
     "HfFolder",
     "HfWriter",
+    "LocalCheckpoints",
     "Restored",
     "StreamedCheckpoint",
     "has_part",

@@ -122,6 +122,17 @@ class CheckpointConfig(Section):
     keep_every: int = setting(0, ge=0)
     keep_best: bool = setting(True)
     asynchronous: bool = setting(True)
+    local_every: int = setting(0, ge=0)
+    local_dir: str = setting("")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.local_every) != bool(self.local_dir):
+            raise ConfigError(
+                f"checkpoint.local_every={self.local_every} and checkpoint.local_dir="
+                f"{self.local_dir!r} go together: a period in steps, and a folder on each host's "
+                "own disk or in its memory, such as /dev/shm/moejax. Give both, or neither."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

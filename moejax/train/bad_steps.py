@@ -99,7 +99,8 @@ class BadSteps:
         where = self.folder / f"step-{step:08d}-row-{facts['data']['rows']:012d}"
         try:
             where.mkdir(parents=True, exist_ok=True)
-            _replace(where / f"rows-{jax.process_index():05d}.npz", lambda f: np.savez(f, allow_pickle=False, **rows))
+            own = where / f"rows-{jax.process_index():05d}.npz"
+            _replace(own, lambda file: np.savez(file, allow_pickle=False, **rows))
             if jax.process_index() == 0:
                 known = {"step": step, "processes": jax.process_count(), **_finite(facts)}
                 text = json.dumps(known, indent=2, allow_nan=False) + "\n"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from moejax.checkpoint import Checkpoints
+from moejax.checkpoint import Checkpoints, LocalCheckpoints
 from moejax.checkpoint.base import fingerprint
 from moejax.cluster import Watchdog
 from moejax.config import as_dict
@@ -52,6 +52,7 @@ class Loop:
         tokens: int, bad_steps: BadSteps, watchdog: Watchdog, *,
         sets: Mapping[str, Evaluator] | None = None, samples: Samples | None = None,
         loads: LoadLog | None = None, placer: Placer | None = None,
+        local: LocalCheckpoints | None = None,
     ):  # fmt: skip
         self.program, self.state, self.iterator, self.evaluator = (
             program,
@@ -66,7 +67,7 @@ class Loop:
             profiler,
         )
         self.sets, self.samples = dict(sets or {}), samples
-        self.loads, self.placer = loads, placer
+        self.loads, self.placer, self.local = loads, placer, local
         self.bad_steps, self.watchdog = bad_steps, watchdog
         self.cfg = program.cfg
         self.base = None
@@ -258,7 +259,11 @@ class Loop:
         """Whether this step is evaluated, sampled or saved by its period, or places experts."""
         sampled = self.samples is not None and self.samples.due(step)
         placed = self.placer is not None and self.placer.due(step)
-        return self._eval_due(step) or self.checkpoints.due(step) or sampled or placed
+        saved = self.checkpoints.due(step) or self._local_due(step)
+        return self._eval_due(step) or saved or sampled or placed
+
+    def _local_due(self, step: int) -> bool:
+        return self.local is not None and self.local.due(step)
 
     def _eval_due(self, step: int) -> bool:
         return self.cfg.eval.every > 0 and step % self.cfg.eval.every == 0
@@ -282,6 +287,8 @@ class Loop:
         self.writers.write(step, self.last)
         if self.samples is not None and (final or self.samples.due(step)):
             self.samples(step, self.weights(), self.state.balance)
+        if self._local_due(step):
+            self.save(step, local=True)
         if (
             final
             or saving
@@ -312,7 +319,7 @@ class Loop:
                 f"{result.nats_per_byte:.4f} nats a byte"
             )
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, *, local: bool = False) -> None:
         """Saves everything a resumed run needs to repeat the same bits."""
         if self.loads is not None:
             self.loads.flush()  # no record spans a step from which a run may go on
@@ -330,12 +337,12 @@ class Loop:
         metrics = {
             k: v for k, v in self.last.items() if k in ("eval_loss", "loss") and v is not None
         }
-        self.checkpoints.save(
-            step,
-            saved_part(self.program, as_tree(state, self.cfg.seed)),
-            position=position,
-            config=as_dict(self.cfg),
-            metrics=metrics,
-        )
+        tree = saved_part(self.program, as_tree(state, self.cfg.seed))
+        if local and self.local is not None:
+            self.local.save(step, tree, position)
+        else:
+            self.checkpoints.save(
+                step, tree, position=position, config=as_dict(self.cfg), metrics=metrics
+            )
         if self.placer is not None:
             self.state = self.placer.again(self.state)

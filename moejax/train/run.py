@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from moejax.checkpoint import Checkpoints
+from moejax.checkpoint import Checkpoints, LocalCheckpoints
 from moejax.checkpoint.base import check_scale
 from moejax.checkpoint.weights import Weights
 from moejax.cluster import Watchdog, leaving_together, meet
@@ -39,8 +39,8 @@ from moejax.observability import (
 )
 from moejax.observability.plots import plot_run
 from moejax.partitioning import describe_mesh, make_mesh
-from moejax.train.bad_steps import BadSteps, Rewind
 from moejax.train.auto_memory import tell_plan, with_chosen_memory
+from moejax.train.bad_steps import BadSteps, Rewind
 from moejax.train.compile import enable_cache
 from moejax.train.diagnose import NonFiniteError
 from moejax.train.evaluate import Evaluator
@@ -202,7 +202,12 @@ def _train(
             name: Evaluator(program, one)
             for name, one in make_eval_sets(cfg, tokenizer, shard=shard).items()
         }
-        state, position, weights = restore_or_init(saved_as, checkpoints, say)
+        local = None
+        if cfg.checkpoint.local_every:
+            local = LocalCheckpoints(cfg.checkpoint, workdir, mesh)
+            if back is not None:
+                local.clear()
+        state, position, weights = restore_or_init(saved_as, checkpoints, say, local=local)
         if placer is not None:
             state = placer.begin(state, position.get("placement"))
         bad_steps = BadSteps(cfg.train, mesh, workdir, position.get("bad_steps"))
@@ -244,7 +249,7 @@ def _train(
             loop = Loop(
                 program, state, iterator, Evaluator(program, batches), checkpoints, writers,
                 progress, profiler, int(position.get("tokens", 0)), bad_steps, watchdog,
-                sets=sets, samples=samples, loads=loads, placer=placer,
+                sets=sets, samples=samples, loads=loads, placer=placer, local=local,
             )  # fmt: skip
             del state  # the loop donates it
             say(f"compiling the step for {_shape_of(program)} ...")
@@ -258,6 +263,8 @@ def _train(
         writers.close()
         if loads is not None:
             loads.close()
+        if local is not None:
+            local.wait()
         checkpoints.close()
     if iterator.bad_images:
         say(f"images: nothing was learned from {iterator.bad_images:,} samples with a bad one")
@@ -271,32 +278,52 @@ def _train(
 
 
 def restore_or_init(
-    program: Program, checkpoints: Checkpoints, say, at: int | None = None
+    program: Program,
+    checkpoints: Checkpoints,
+    say,
+    at: int | None = None,
+    local: LocalCheckpoints | None = None,
 ) -> tuple[TrainState, dict[str, Any], Weights | None]:
     """The newest readable state of the run, else weights of `init_from`, else fresh ones.
 
     Args:
       at: the checkpoint of this step instead of the newest; 0 = the state a run begins with.
+      local: checkpoints of the hosts, taken where they are newer than the durable ones.
     Returns:
       The state, the position in the data, and the weights started from, if any.
     """
-    cfg = program.cfg
-    if checkpoints.latest_step() is not None and at != 0:
-        wanted = saved_part(program, abstract_tree(program))
+    cfg, durable = program.cfg, checkpoints.latest_step()
+    newest = local.newest() if local is not None else None
+    wanted = saved_part(program, abstract_tree(program))
+    if local is not None and newest is not None and newest > (durable or 0):
+        state, position, step = local.restore(newest, wanted)
+        say(f"resuming from the hosts' own checkpoint of step {step}, {local.folder.parent}")
+        full = _with_base(program, from_tree(state), local.folder, position)
+        return with_copies(program, full), position, None
+    if durable is not None and at != 0:
         restored = checkpoints.restore(at, wanted, fallback=at is None)
         if restored.warning:
             say(f"warning: {restored.warning}")
         say(f"resuming from {checkpoints.path(restored.step)}")
-        state = from_tree(restored.state)
+        where = checkpoints.path(restored.step)
         if program.has_base:
-            check_scale(checkpoints.path(restored.step), restored.config["lora"], cfg.lora)
-            base = read_base(program, checkpoints.path(restored.step), restored.position)
-            state = state._replace(params=merge(state.params, base))
+            check_scale(where, restored.config["lora"], cfg.lora)
+        state = _with_base(program, from_tree(restored.state), where, restored.position)
         return with_copies(program, state), restored.position, None
     if not cfg.init_from:
         return init_state(program, cfg.seed), {}, None
     state, weights = start_from_weights(program, say)
     return state, {}, weights
+
+
+def _with_base(
+    program: Program, state: TrainState, where: pathlib.Path, position: Mapping[str, Any]
+) -> TrainState:
+    """A state with the base that a LoRA run's checkpoints leave out."""
+    if not program.has_base:
+        return state
+    base = read_base(program, where, position)
+    return state._replace(params=merge(state.params, base))
 
 
 def _open_loads(program: Program, workdir: pathlib.Path, *, first_step: int) -> LoadLog | None:
