@@ -59,6 +59,7 @@ class Supervisor:
         """
         place = f"127.0.0.1:{_free_port()}"
         handlers = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        handlers[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._pass_on)
         try:
             for number in range(self.num_processes):
                 self._start(Membership(place, self.num_processes, number))
@@ -76,12 +77,16 @@ class Supervisor:
     def _note(self, signum: int, _: Any) -> None:
         self._signals.append(signum)
 
+    def _pass_on(self, signum: int, _: Any) -> None:
+        """What asks for something else than the end: a profiler trace."""
+        _signal_all([p for p in self.processes if p.poll() is None], signum)
+
     def _start(self, place: Membership) -> None:
         alone = place.process_id == 0 and self.logs is None
         pipe = None if alone else subprocess.PIPE
         process = subprocess.Popen(
             self.command, env=os.environ | place.as_env(), stdout=pipe, stderr=pipe, text=True,
-            errors="replace", start_new_session=True, preexec_fn=_die_with_parent,
+            errors="replace", start_new_session=True, preexec_fn=_prepare,
         )  # fmt: skip
         self.processes.append(process)
         log = self._open_log(place.process_id)
@@ -161,8 +166,12 @@ def _signal_all(processes: Sequence[subprocess.Popen[str]], signum: int) -> None
             process.send_signal(signum)
 
 
-def _die_with_parent() -> None:
-    """Asks the kernel to end this process when the one that watches it is gone; Linux only."""
+def _prepare() -> None:
+    """In a new process: the kernel ends it when the one that watches it is gone; Linux only.
+
+    A signal that asks for a profiler trace does not end it while it still starts.
+    """
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

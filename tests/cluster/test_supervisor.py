@@ -106,6 +106,31 @@ def test_a_signal_reaches_all_and_is_waited_for(tmp_path):
     assert (tmp_path / "0").exists() and (tmp_path / "1").exists()
 
 
+def test_a_wish_for_a_trace_reaches_all_and_ends_none(tmp_path):
+    body = """
+    import pathlib
+    here = pathlib.Path(os.environ['OUT'])
+    if me == 0:
+        os.kill(os.getppid(), signal.SIGUSR1)  # the other still starts, or waits
+        time.sleep(0.5)
+        (here / 'early').touch()
+    signal.signal(signal.SIGUSR1, lambda *_: (here / str(me)).touch())
+    (here / f'ready{me}').touch()
+    while not all((here / f'ready{n}').exists() for n in range(2)) or not (here / 'early').exists():
+        time.sleep(0.05)
+    if me == 0:
+        os.kill(os.getppid(), signal.SIGUSR1)
+    deadline = time.monotonic() + 60
+    while not all((here / str(n)).exists() for n in range(2)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    """
+    script = "import sys\nfrom moejax.cluster import Supervisor\n"
+    script += f"sys.exit(Supervisor({_command(body)!r}, 2).run())"
+    env = os.environ | {"OUT": str(tmp_path)}
+    assert subprocess.run([sys.executable, "-c", script], env=env, timeout=100).returncode == 0
+    assert (tmp_path / "0").exists() and (tmp_path / "1").exists()
+
+
 def test_a_place_in_the_environment():
     place = Membership("host:1234", 4, 2)
     assert membership(place.as_env()) == place
