@@ -15,6 +15,7 @@ from moejax.cli.tables import Column, print_table, say
 
 if TYPE_CHECKING:
     from moejax.planner.aot import CompileReport
+    from moejax.planner.tower import Tower
 
 EXAMPLES = (
     "moejax compile --config=tiny --hardware=cpu:8 --run",
@@ -167,7 +168,18 @@ def _facts(report: CompileReport) -> list[list[str]]:
     )
     rows.append(["trained", f"{trained:,}", "parameters"])
     rows.append(["FLOPs a token", f"{report.flops_per_token:.4g}", "forward and backward"])
-    return rows
+    return rows + (_tower(report.tower) if report.tower else [])
+
+
+def _tower(tower: Tower) -> list[list[str]]:
+    share = f"FLOPs a device, {100 * tower.share:.2f} % of the step: the same on every device"
+    return [
+        ["images", f"{tower.patches:,}", "patches a device: every row has a buffer of its own"],
+        ["  tower", f"{tower.flops:.4g}", share],
+        ["  its weights", gib(tower.weight_bytes), f"at use; {gib(tower.stored_bytes)} stored"],
+        ["  features", gib(tower.feature_bytes), "a device, where they are made"],
+        ["  buffers", gib(tower.batch_bytes), "of the batch"],
+    ]
 
 
 def _print_collectives(report: CompileReport) -> None:

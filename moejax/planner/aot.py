@@ -12,7 +12,6 @@ import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import topologies
 
 from moejax.config import ConfigError, RunConfig
@@ -29,6 +28,8 @@ from moejax.planner.host_memory import forget_traces, give_back, host_bytes, kee
 from moejax.planner.measure import Measured, run_and_measure
 from moejax.planner.overlap import Overlap, read_overlap
 from moejax.planner.roofline import Roofline, hardware_flops, hbm_bytes, roofline, with_links
+from moejax.planner.tower import Tower, tower_of
+from moejax.train.batch_shapes import batch_shapes
 from moejax.train.compile import Compiled, compile_once, kernel_lines
 from moejax.train.memory_plan import (
     budget_of,
@@ -95,6 +96,7 @@ class CompileReport:
       categories: what the arguments are.
       measured: what running the step told; empty where it was not run.
       kernels: what runs the operators, and why others do not, in lines.
+      tower: what images cost; None where rows have none.
       plan: what train.remat=auto chose; None with another.
       predicted: peak of a device that the plan was expected to have.
       microbatch_tokens: of a device.
@@ -119,6 +121,7 @@ class CompileReport:
     categories: tuple[Category, ...] = ()
     measured: tuple[Measured, ...] = ()
     kernels: tuple[str, ...] = ()
+    tower: Tower | None = None
     plan: Plan | None = None
     predicted: int = 0
     microbatch_tokens: int = 0
@@ -235,7 +238,8 @@ def compile_for(
         compiled, refused, seconds = _compile(program, hardware, dump)
         buffers = peak_buffers(dump)[:num_buffers] if dump else []
     memory = _memory(compiled, refused, hardware)
-    flops = train_flops_per_token(program.parts, cfg.data.seq_len, program.trains)
+    patches = cfg.data.image_patches
+    flops = train_flops_per_token(program.parts, cfg.data.seq_len, program.trains, patches)
     collectives: tuple[Collective, ...] = ()
     overlap: tuple[Overlap, ...] = ()
     bound = None
@@ -270,6 +274,7 @@ def compile_for(
         categories=tuple(argument_categories(program, abstract_arguments(program)[1])),
         measured=tuple(run_and_measure(program, compiled)) if run and compiled else (),
         kernels=tuple(kernel_lines(compiled.kernels)) if compiled else (),
+        tower=tower_of(program),
         plan=plan,
         predicted=predicted,
         microbatch_tokens=tokens_a_device(program),
@@ -294,14 +299,7 @@ def _planned(cfg: RunConfig, hardware: Hardware, devices: list[Any]) -> tuple[Ru
 
 def abstract_arguments(program: Program) -> tuple[TrainState, dict[str, jax.ShapeDtypeStruct]]:
     """State and batch of a step as shapes with shardings."""
-    cfg = program.cfg
-    micro = cfg.train.accumulation
-    rows = jax.ShapeDtypeStruct(
-        (micro, cfg.data.batch_size // micro, cfg.data.seq_len),
-        jnp.int32,
-        sharding=batch_sharding(program),
-    )
-    return abstract_state(program), dict.fromkeys(("tokens", "labels", "segment_ids"), rows)
+    return abstract_state(program), batch_shapes(program.cfg, batch_sharding(program))
 
 
 def _compile(

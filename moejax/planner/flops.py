@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-from moejax.models.flops import attention_flops_per_token, matmul_params_per_token
+from moejax.models.flops import attention_flops_per_token, matmul_params_per_token, tower_flops
 from moejax.train.state import Program
 
 
 @dataclasses.dataclass(frozen=True)
 class Flops:
-    """Model FLOPs of a training token.
+    """Model FLOPs of a training token, a row's images counted with its tokens.
 
     Attributes:
       forward: every map and the attention cores.
@@ -35,8 +35,12 @@ class Flops:
 def flops_of(program: Program) -> Flops:
     """FLOPs of a token by what they are for; of frozen weights there are no gradients."""
     parts = program.parts
+    data = program.cfg.data
     maps = 2.0 * matmul_params_per_token(parts)
-    cores = attention_flops_per_token(parts.cfg, program.cfg.data.seq_len)
+    cores = attention_flops_per_token(parts.cfg, data.seq_len)
     trained = 2.0 * matmul_params_per_token(parts, program.trains)
-    again = 0.0 if program.cfg.train.remat == "none" else maps + cores
-    return Flops(maps + cores, maps + 2 * cores, trained, again, 3 * (maps + cores))
+    tower = tower_flops(parts, data.image_patches, program.trains)
+    forward = maps + cores + tower.forward / data.seq_len
+    backward = maps + 2 * cores + tower.backward / data.seq_len
+    again = 0.0 if program.cfg.train.remat == "none" else forward
+    return Flops(forward, backward, trained + tower.weights / data.seq_len, again, 3 * forward)

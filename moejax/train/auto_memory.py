@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from moejax.config import ConfigError, RunConfig
 from moejax.memory.swap_core import Plan
 from moejax.observability import peak_flops
+from moejax.train.batch_shapes import batch_shapes
 from moejax.train.compile import compile_once
 from moejax.train.memory_plan import budget_of, following, keeping_nothing, plan_memory
 from moejax.train.state import build_program
@@ -56,13 +56,10 @@ def _bytes_of_a_step(cfg: RunConfig, mesh: Mesh) -> int:
         lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
         program.abstract, program.shardings,
     )  # fmt: skip
-    micro = cfg.train.accumulation
-    shape = (micro, cfg.data.batch_size // micro, cfg.data.seq_len)
-    rows = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(program))
     with jax.set_mesh(mesh):
         compiled = compile_once(
             lambda state, batch: train_step(program, state, batch),
-            state, dict.fromkeys(("tokens", "labels", "segment_ids"), rows),
+            state, batch_shapes(cfg, batch_sharding(program)),
             donate_argnums=0, out_shardings=(program.shardings, None),
             compiler_options=compiler_options(cfg.train.prefetch, mesh),
         )  # fmt: skip

@@ -86,7 +86,7 @@ class Loop:
         moe = self.cfg.model.moe
         self.dead = DeadExperts(len(program.parts.moe_layers()), moe.num_experts)
         self.flops_per_token = train_flops_per_token(
-            program.parts, self.cfg.data.seq_len, program.trains
+            program.parts, self.cfg.data.seq_len, program.trains, self.cfg.data.image_patches
         )
         self.peak = peak_flops(jax.devices()[0], self.cfg.train.compute_dtype)[0] * len(
             program.mesh.devices.flat
