@@ -8,6 +8,7 @@ whether it is still the same.
 from __future__ import annotations
 
 import hashlib
+import math
 import pathlib
 import zlib
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from moejax.checkpoint.weights import check_base_is_there, open_weights
 from moejax.config import LoraConfig, RunConfig, build_section
 from moejax.layers.adapter import is_adapter
 from moejax.layers.param import drawing_options
+from moejax.memory.host_state import on_host, take_layer
 from moejax.models.parts import ModelParts
 
 SAMPLES = 64  # values of each leaf that are looked at
@@ -95,7 +97,7 @@ def fingerprint(
 
     def sample(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return {
-            name: leaf[places[name]].astype(dtypes[name]).astype(jnp.float32)
+            name: _at(leaf, places[name]).astype(dtypes[name]).astype(jnp.float32)
             for name, leaf in leaves.items()
         }
 
@@ -107,6 +109,19 @@ def fingerprint(
         ]
         for name, leaf in leaves.items()
     }  # fmt: skip
+
+
+def _at(leaf: jax.Array, places: tuple[np.ndarray, ...]) -> jax.Array:
+    """Values at places of a leaf; of one in host memory, where nothing is gathered, by layers."""
+    if not on_host(leaf):
+        return leaf[places]
+    lead, layers = leaf.shape[:2], np.ravel_multi_index(places[:2], leaf.shape[:2])
+
+    def look(number: jax.Array, values: jax.Array) -> jax.Array:
+        part = take_layer(leaf, (number // lead[1], number % lead[1]))
+        return jnp.where(layers == number, part[places[2:]], values)
+
+    return jax.lax.fori_loop(0, math.prod(lead), look, jnp.zeros(SAMPLES, leaf.dtype))
 
 
 def _places(name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, ...]:

@@ -31,8 +31,13 @@ def to_host(tree: Tree) -> Tree:
 
 
 def on_host(leaf: Any) -> bool:
-    """Whether a value inside a program, or a ShapeDtypeStruct, is in host memory."""
-    return jax.typeof(leaf).memory_space == jax.memory.Space.Host
+    """Whether a value is an array in host memory."""
+    return isinstance(leaf, jax.Array) and jax.typeof(leaf).memory_space == jax.memory.Space.Host
+
+
+def brought(tree: Tree) -> Tree:
+    """Leaves in host memory moved to the device, the others as they are."""
+    return jax.tree.map(lambda leaf: to_device(leaf) if on_host(leaf) else leaf, tree)
 
 
 def place(where: NamedSharding, hosted: bool) -> NamedSharding:

@@ -10,6 +10,7 @@ the same rematerialisation policies.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from moejax.memory.host_state import on_host, to_device
 from moejax.memory.policy import Policy, policy_for, remat
 
 Body = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -62,27 +64,48 @@ def walk(
     Args:
       whole: of every run, which leaves of its x no loop cuts: a layer takes its part out of all
         layers' at once. Two loops, one in the other, hold a repeat's part of a leaf and a layer's
-        part of that. Not to be differentiated: a gradient would be as large as the leaf.
+        part of that. Not to be differentiated: a gradient would be as large as the leaf. Of those
+        in host memory (these are meant where `whole` is not given) the part of a run's next layer
+        is fetched while one runs.
     """
     order = range(len(steps))
-    taken = [_Taken(x, whole[i] if whole else [False] * len(jax.tree.leaves(x)))
-             for i, x in enumerate(xs)]  # fmt: skip
+    taken = [
+        _Taken(x, whole[i] if whole else [on_host(leaf) for leaf in jax.tree.leaves(x)])
+        for i, x in enumerate(xs)
+    ]
 
     def group(carry, inputs):
-        repeat, cut = inputs
-        ys: list[Any] = [None] * len(steps)
+        (carry, ahead), (repeat, cut) = carry, inputs
+        ahead, ys = list(ahead), [None] * len(steps)
         for i in reversed(order) if reverse else order:
 
             def layer(carry, inputs, i=i):
-                return steps[i](carry, taken[i].layer(repeat, *inputs))
+                (carry, here), (count, cut) = carry, inputs
+                ahead, sizes = here, (loop.repeats, loop.counts[i])
+                if taken[i].streams and math.prod(sizes) > 1:
+                    ahead = taken[i].fetch(*_after(sizes, repeat, count, reverse))
+                carry, y = steps[i](carry, taken[i].layer(repeat, count, cut, here))
+                return (carry, ahead), y
 
             inputs = np.arange(loop.counts[i], dtype=np.int32), cut[i]
-            carry, ys[i] = scan_layers(layer, carry, inputs, loop.counts[i], reverse=reverse)
-        return carry, ys
+            (carry, ahead[i]), ys[i] = scan_layers(
+                layer, (carry, ahead[i]), inputs, loop.counts[i], reverse=reverse
+            )
+        return (carry, ahead), ys
 
     repeats = np.arange(loop.repeats, dtype=np.int32)
     inputs = repeats, [one.cut for one in taken]
-    return scan_layers(group, carry, inputs, loop.repeats, reverse=reverse)
+    first = [np.int32(n - 1 if reverse else 0) for n in (loop.repeats, *loop.counts)]
+    ahead = [one.fetch(first[0], count) for one, count in zip(taken, first[1:], strict=True)]
+    (carry, _), ys = scan_layers(group, (carry, ahead), inputs, loop.repeats, reverse=reverse)
+    return carry, ys
+
+
+def _after(sizes: tuple[int, int], repeat: Any, count: Any, reverse: bool) -> tuple[Any, Any]:
+    """Repeat and count of a run's layer after this one, and of the first after the last."""
+    number = repeat * sizes[1] + count + (-1 if reverse else 1)
+    number = jnp.mod(number, math.prod(sizes)).astype(jnp.int32)
+    return number // sizes[1], number % sizes[1]
 
 
 class _Taken:
@@ -90,14 +113,31 @@ class _Taken:
 
     def __init__(self, x: Any, whole: Sequence[bool]):
         leaves, self.tree = jax.tree.flatten(x)
-        self.cut = [None if hit else leaf for leaf, hit in zip(leaves, whole, strict=True)]
-        self.whole = [leaf if hit else None for leaf, hit in zip(leaves, whole, strict=True)]
+        hosted = [hit and on_host(leaf) for leaf, hit in zip(leaves, whole, strict=True)]
+        kinds = [2 * host or int(hit) for hit, host in zip(whole, hosted, strict=True)]
+        self.cut, self.whole, self.hosted = (
+            [leaf if kind == wanted else None for leaf, kind in zip(leaves, kinds, strict=True)]
+            for wanted in range(3)
+        )
+        self.streams = any(hosted)
 
-    def layer(self, repeat: Any, count: Any, cut: list) -> Any:
-        """What layer `count` of a repeat gets; `cut` are its parts of the leaves that loops cut."""
+    def fetch(self, repeat: Any, count: Any) -> list:
+        """A layer's parts of the leaves in host memory, None for others."""
+        return [
+            None if leaf is None else to_device(_layer_of(leaf, repeat, count))
+            for leaf in self.hosted
+        ]
+
+    def layer(self, repeat: Any, count: Any, cut: list, fetched: list) -> Any:
+        """What layer `count` of a repeat gets.
+
+        Args:
+          cut, fetched: its parts of the leaves that loops cut, and of those in host memory.
+        """
+        parts = [a if b is None else b for a, b in zip(cut, fetched, strict=True)]
         leaves = [
             part if leaf is None else _layer_of(leaf, repeat, count)
-            for part, leaf in zip(cut, self.whole, strict=True)
+            for part, leaf in zip(parts, self.whole, strict=True)
         ]
         return jax.tree.unflatten(self.tree, leaves)
 

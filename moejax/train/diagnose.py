@@ -41,7 +41,12 @@ def first_bad_tensor(program: Program, state: TrainState, batch: dict[str, jax.A
         return layers | {"loss": measured["loss"], "grads": bad(grads)}
 
     with jax.set_mesh(program.mesh):
-        flags = jax.device_get(jax.jit(bad)(state.params))
+        # No step changes frozen maps, which may be more than the devices hold.
+        seen = jax.tree.map(
+            lambda leaf, hosted: jnp.zeros(()) if hosted else leaf,
+            state.params, program.hosted.params,
+        )  # fmt: skip
+        flags = jax.device_get(jax.jit(bad)(seen))
         if flags.any():
             return f"parameter {names[int(flags.argmax())]}"
         found = jax.device_get(jax.jit(again)(state, batch))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from moejax.checkpoint import Checkpoints
+from moejax.checkpoint.base import fingerprint
 from moejax.config import ConfigError, RunConfig, as_dict
 from moejax.config.load import load_config
 from moejax.memory.host_state import PINNED, to_device, update_layers
@@ -19,11 +20,13 @@ from moejax.train.state import (
     as_tree,
     build_program,
     from_tree,
+    frozen_leaves,
     init_state,
     with_copies,
 )
 from moejax.train.step import train_step
 from tests.cli.conftest import SMALL
+from tests.memory.test_layer_loop import LOOPS, inputs, objective, start
 
 MLA = SMALL | {
     "model.num_layers": 2, "model.attention": "mla", "model.ffn.num_dense_layers": 2,
@@ -113,6 +116,54 @@ def test_a_checkpoint_of_either_kind_is_restored_into_either(runs, tmp_path, sav
         np.testing.assert_array_equal(one, two)
 
 
+@pytest.fixture(scope="module")
+def lora_runs():
+    """Of a LoRA run with its base on the devices and on the host: program, state, losses."""
+    cfg = {
+        "lora.rank": 2, "lora.targets": ("q_b_proj", "o_proj"), "optim.qk_clip": 0.0,
+        "optim.name": "adamw", "train.frozen_dtype": "bfloat16",
+    }  # fmt: skip
+    programs = [program_of(cfg | {"memory.frozen": where}) for where in ("device", "host")]
+    return [(p, *train(p, init_state(p, 0))) for p in programs]
+
+
+def test_a_frozen_base_on_the_host_gives_the_same_bits(lora_runs):
+    (_, on_device, losses), (program, on_host, same) = lora_runs
+    assert losses == same and losses[1] < losses[0]
+    for one, other in zip(*map(jax.tree.leaves, (on_device, on_host)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    flags = jax.tree.leaves(program.hosted)
+    kinds = [leaf.sharding.memory_kind == PINNED for leaf in jax.tree.leaves(on_host)]
+    assert kinds == flags and sum(flags) > 5
+
+
+def test_a_base_on_the_host_has_the_fingerprint_of_one_on_the_devices(lora_runs):
+    marks = [fingerprint(frozen_leaves(p, state.params)) for p, state, _ in lora_runs]
+    assert marks[0] == marks[1] and len(marks[0]) > 10
+
+
+@pytest.mark.parametrize("loop", LOOPS[::2], ids=str)
+def test_layers_streamed_from_the_host_give_the_same_gradients(loop):
+    xs, carry, shift = inputs(loop), start(), jnp.arange(3.0)
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=PINNED)
+    frozen = [
+        jnp.sin(jnp.arange(x["frozen"].size, dtype=jnp.float32)).reshape(x["frozen"].shape)
+        for x in xs
+    ]
+
+    @jax.jit
+    def run(trained, frozen):
+        def loss(trained):
+            both = [{"w": w, "frozen": f} for w, f in zip(trained, frozen, strict=True)]
+            return objective(both, carry, shift, loop=loop, policy="full")
+
+        return jax.value_and_grad(loss, has_aux=True)(trained)
+
+    trained = [x["w"] for x in xs]
+    want, got = run(trained, frozen), run(trained, jax.device_put(frozen, where))
+    jax.tree.map(np.testing.assert_array_equal, want, got)
+
+
 def test_layers_are_changed_in_place_and_shared_values_once():
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=PINNED)
     stacked = jax.device_put(jnp.arange(24.0).reshape(2, 3, 4), where)
@@ -137,6 +188,15 @@ def test_layers_are_changed_in_place_and_shared_values_once():
         ({"memory.master": "host"}, "needs memory.optimizer='host'"),
         (HOST | {"train.compute_dtype": "float32"}, "copies would be as large"),
         ({"memory.frozen": "host"}, "all parameters are trained"),
+        (
+            {
+                "memory.frozen": "host",
+                "train.trainable": ("*norm*",),
+                "train.remat": "none",
+                "optim.qk_clip": 0.0,
+            },
+            "every layer's weights on the devices",
+        ),
         ({"memory.optimizer": "host", "placement.every": 2}, "within device memory only"),
     ],
 )
