@@ -403,6 +403,9 @@ def get_config() -> ConfigDict:
     # seconds of silence of a process after which the others name it and end, and seconds without a
     # step after which the process they wait for is named; 0 = never (JAX ends all after 100) [>= 0]
     c.train.watchdog_s = 90.0
+    # steps between checks that devices hold the same bits of what they hold alike, and get the same
+    # gradients of one microbatch twice; 0 = never [>= 0]
+    c.train.check_every = 0
 
     c.memory = ConfigDict()
     # where the optimizer's moments of maps and tables live; host: in pinned host memory, of which

@@ -91,6 +91,7 @@ class TrainConfig(Section):
     spike_factor: float = setting(0.0, ge=0.0)
     spike_window: int = setting(50, ge=2)
     watchdog_s: float = setting(90.0, ge=0.0)
+    check_every: int = setting(0, ge=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()

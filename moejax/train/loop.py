@@ -21,6 +21,7 @@ from moejax.optim import ema_params
 from moejax.train.agreement import Agreement
 from moejax.train.bad_steps import BadSteps
 from moejax.train.compile import Compiled, compile_once, kernel_lines
+from moejax.train.corruption import StateCheck
 from moejax.train.diagnose import NonFiniteError, first_bad_tensor
 from moejax.train.evaluate import EvalResult, Evaluator, put_batch
 from moejax.train.placement import Placer, without_places
@@ -93,6 +94,7 @@ class Loop:
         )
         self._began = self._mark = time.perf_counter()
         self._pending: list[Pending] = []
+        self.check, self._batch = StateCheck(program), dict[str, jax.Array]()
 
     def run(self, stop: StopRequest) -> str:
         """Steps until the end, a signal, or `train.stop_at`. Returns why it ended, in words."""
@@ -136,6 +138,7 @@ class Loop:
             self.profiler.before(step)
         self.watchdog.at(step)
         self.state, metrics = self.compiled.call(self.state, batch, *beside)
+        self._batch = batch
         self._pending.append(Pending(step, rows, batch, metrics, self.iterator.get_state()))
         if self.profiler.ends(step):
             return True
@@ -260,7 +263,7 @@ class Loop:
         sampled = self.samples is not None and self.samples.due(step)
         placed = self.placer is not None and self.placer.due(step)
         saved = self.checkpoints.due(step) or self._local_due(step)
-        return self._eval_due(step) or saved or sampled or placed
+        return self._eval_due(step) or saved or sampled or placed or self.check.due(step)
 
     def _local_due(self, step: int) -> bool:
         return self.local is not None and self.local.due(step)
@@ -271,6 +274,8 @@ class Loop:
     def _milestone(self, step: int, *, final: bool, saving: bool) -> None:
         """Places experts, evaluates and saves where it is due; then writes the step's line."""
         is_best = False
+        if self.check.due(step):  # before anything is saved
+            self.check(step, self.state, self._batch)
         if self.placer is not None and self.placer.due(step):
             self.state, line = self.placer.renew(self.state)
             self.progress.print(f"step {step}: {line}")
