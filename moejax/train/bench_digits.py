@@ -118,6 +118,13 @@ def score(written: Sequence[str], wanted: Sequence[str]) -> Reading:
     return Reading(digits, float(np.mean([got == want for got, want in pairs])), list(written))
 
 
+def blind(wanted: Sequence[str]) -> float:
+    """Digits in place of the best guess that sees nothing: at each place its most frequent one."""
+    places = [[text[p] for text in wanted if len(text) > p] for p in range(max(map(len, wanted)))]
+    hits = sum(max(digits.count(one) for one in set(digits)) for digits in places)
+    return hits / sum(map(len, wanted))
+
+
 def blanked(image: PatchedImage) -> PatchedImage:
     """An image of the same size, all black."""
     return image._replace(pixels=np.zeros_like(image.pixels))
@@ -160,6 +167,7 @@ def report(model: LanguageModel, given: HeldOut, picture: Path | None) -> dict[s
         if change is None and picture is not None:
             draw(picture, given, found.captions)
             print(f"  picture: {picture}")
+    print(f"  {'best blind guess':17} digits in place {blind(given.captions):6.1%}")
     return figures
 
 
