@@ -138,17 +138,23 @@ def hosts(tmp_path):
         "#!/usr/bin/env bash\n"
         'echo "$MOEJAX_COORDINATOR $MOEJAX_NUM_PROCESSES $MOEJAX_PROCESS_ID $JAX_PLATFORMS $*"\n'
         "trap 'kill $!; echo saved; exit 143' TERM\n"
-        '[ "$MOEJAX_PROCESS_ID" != "${FAIL:-none}" ] || exit 7\n'
+        'touch "$READY/$MOEJAX_PROCESS_ID"\n'
+        'if [ "$MOEJAX_PROCESS_ID" = "${FAIL:-none}" ]; then\n'
+        '  until [ "$(ls "$READY" | wc -l)" = 3 ]; do sleep 0.05; done\n'
+        "  exit 7\n"
+        "fi\n"
         'sleep "${FOR:-0}" & wait $!\n'
     )
     for name in ("ssh", "moejax"):
         (tmp_path / name).chmod(0o755)
+    (tmp_path / "ready").mkdir()
     (tmp_path / "hosts").write_text("a  # the first\n\nb\nc\n")
     return tmp_path
 
 
 def _on_hosts(folder: Path, *arguments: str, **env: str) -> tuple[int, list[str]]:
     settings = {"SSH": f"{folder}/ssh", "MOEJAX": f"{folder}/moejax", "PLATFORM": "cpu"}
+    settings["READY"] = f"{folder}/ready"
     done = subprocess.run(
         [ROOT / "launch/gpu_hosts.sh", folder / "hosts", *arguments],
         env={**os.environ, "JAX_PLATFORMS": "", **settings, **env},
