@@ -13,6 +13,7 @@ from moejax.checkpoint.peft_read import PeftFolder
 from moejax.checkpoint.peft_run import to_tree, tree_path
 from moejax.config import LoraConfig, RunConfig
 from moejax.lora import LinearMap, adapted_parts, linear_maps
+from moejax.lora.maps import TOWER
 from moejax.models.hf_config import FAMILIES
 from moejax.models.hf_config_write import family_name
 from moejax.models.parts import ModelParts
@@ -54,7 +55,10 @@ def lora_config(folder: PeftFolder, parts: ModelParts) -> LoraConfig:
     rank, alpha = commonest(ranks.values()), commonest(alphas.values())
     plain = [m.name for m in maps if not m.num_experts]
     experts = [m.name for m in maps if m.num_experts]
-    absorbed = any(by_name[n].num_experts or by_name[n].adapter == "kv_b_proj" for n in ranks)
+    absorbed = any(
+        by_name[n].num_experts or by_name[n].adapter == "kv_b_proj" or by_name[n].stack == TOWER
+        for n in ranks
+    )
     return LoraConfig(
         rank=rank, alpha=alpha, rslora=rslora, shared_a=shared_a,
         dropout=0.0 if absorbed else float(folder.config.dropout),
@@ -75,7 +79,7 @@ def tree_leaves(folder: PeftFolder, cfg: RunConfig) -> dict[str, np.ndarray]:
         one = target.map
         low = folder.read(file_names[_place(one)]).scaled(target.scale)
         keys = [f"params/{tree_path(one)}/{side}" for side in "ab"]
-        sides = to_tree(low, *(shapes[key][2:] for key in keys))
+        sides = to_tree(low, *(shapes[key][len(one.place) :] for key in keys))
         for key, values in zip(keys, sides, strict=True):
             leaf = leaves.setdefault(key, np.zeros(shapes[key], np.float32))
             leaf[one.place] = values

@@ -4,10 +4,17 @@ import jax
 import numpy as np
 import pytest
 
+from moejax.checkpoint.layout import CheckpointError
+from moejax.checkpoint.peft_import import lora_config, tree_leaves
 from moejax.checkpoint.peft_names import PeftNames
-from moejax.checkpoint.peft_run import tree_path
+from moejax.checkpoint.peft_packing import LowRank
+from moejax.checkpoint.peft_read import PeftFolder
+from moejax.checkpoint.peft_run import to_published, tree_path
+from moejax.checkpoint.peft_write import write_peft
 from moejax.config import ConfigError, LoraConfig
 from moejax.lora import linear_maps
+from moejax.models.hf_config import FAMILIES
+from moejax.models.hf_config_write import family_name
 from moejax.models.hf_keys import KIMI_K3
 from moejax.models.parts import flat_infos, model_parts
 from moejax.train import step
@@ -80,6 +87,33 @@ def without_adapters(tree: dict) -> dict:
         for name, value in tree.items()
         if name != "lora"
     }
+
+
+def test_adapters_go_to_files_and_back(tmp_path):
+    """In the checkpoint's names; transformers has other maps in its tower."""
+    parts, rng = model_parts(MODEL), np.random.default_rng(0)
+    names = PeftNames(parts, FAMILIES[family_name(MODEL)].spelling, "kimi_k3")
+    chosen = [one for one in names.maps.values() if one.kind == "vision tower"]
+    low = {
+        one.name: LowRank(
+            rng.normal(size=(2, one.in_size)).astype(np.float32),
+            rng.normal(size=(one.out_size, 2)).astype(np.float32), 4.0,
+        )
+        for one in chosen
+    }  # fmt: skip
+    shapes = {name: (2, 4.0) for name in low}
+    write_peft(tmp_path / "out", names, shapes, low.__getitem__)
+    folder = PeftFolder(tmp_path / "out", names)
+    cfg = program_of(ONE).cfg.replace(lora=lora_config(folder, parts))
+    leaves = tree_leaves(folder, cfg)
+    assert len(leaves) == 8
+    for one in chosen:
+        a, b = (leaves[f"params/{tree_path(one)}/{side}"][one.place] for side in "ab")
+        back = to_published(a, b, one, cfg.lora.scale_of(one.name))
+        np.testing.assert_allclose(back.delta(), low[one.name].delta(), rtol=1e-5, atol=1e-5)
+    other = PeftNames(parts, FAMILIES[family_name(MODEL)].spelling, "kimi_k25")
+    with pytest.raises(CheckpointError, match="--names=checkpoint"):
+        write_peft(tmp_path / "other", other, shapes, low.__getitem__)
 
 
 def test_a_tower_is_frozen_by_naming_the_rest():
