@@ -175,7 +175,8 @@ def start_devices(options: argparse.Namespace) -> int:
     if _place_by_hand(options) or options.multihost:
         found = join()
         if is_first_process():
-            print(f"{jax.process_count()} processes by {found.by}: {found.why}", file=sys.stderr)
+            count = jax.process_count()
+            print(f"{count} processes joined ({found.by}: {found.why})", file=sys.stderr)
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:

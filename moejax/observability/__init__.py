@@ -1,5 +1,6 @@
 """What a person sees of a run: metrics, progress, traces, pictures, a summary (level 5)."""
 
+from moejax.observability.goodput import Goodput, describe_goodput
 from moejax.observability.loads import LoadLog, Loads, read_loads
 from moejax.observability.metrics import DeadExperts, MetricsLog, read_metrics
 from moejax.observability.peak import peak_flops, peak_memory_bytes
@@ -10,6 +11,7 @@ from moejax.observability.writers import MetricsWriter, TensorBoard, Writers, op
 
 __all__ = [
     "DeadExperts",
+    "Goodput",
     "LoadLog",
     "Loads",
     "MetricsLog",
@@ -19,6 +21,7 @@ __all__ = [
     "StepProfiler",
     "TensorBoard",
     "Writers",
+    "describe_goodput",
     "open_writers",
     "peak_flops",
     "peak_memory_bytes",

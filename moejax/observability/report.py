@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from moejax.config import ConfigError
+from moejax.observability.goodput import describe_goodput, num_starts, read_starts
 from moejax.observability.loads import (
     LOADS_FILE,
     Loads,
@@ -211,6 +212,12 @@ def _facts(
     speeds = [r["tokens_per_s"] for r in rows[1:] if isinstance(r.get("tokens_per_s"), int | float)]
     if speeds:
         yield "median speed", f"{short_count(float(np.median(speeds)))} tokens/s"
+    if good := describe_goodput(last.get("goodput"), num_starts(read_starts(workdir))):
+        yield "goodput", good
+    late = [row["straggler"] for row in rows if isinstance(row.get("straggler"), int)]
+    if late:
+        worst = max(set(late), key=late.count)
+        yield "stragglers", f"{len(late)} of {len(rows)} steps, {late.count(worst)} by {worst}"
     if loads is not None:
         _, layers, experts = loads.counts.shape
         yield "experts", f"{layers} layers x {experts}"

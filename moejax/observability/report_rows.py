@@ -14,6 +14,7 @@ Rows = list[dict[str, Any]]
 # What is drawn: numbers, and numbers of every layer with experts.
 _NUMBERS = (
     "loss", "eval_loss", "eval_nats_per_byte", "lr", "grad_norm", "tokens", "tokens_per_s",
+    "goodput", "straggler",
 )  # fmt: skip
 _LISTS = ("moe_load_max", "dead_experts", *(name for panel in PANELS for name in panel.curves))
 

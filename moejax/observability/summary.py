@@ -26,6 +26,7 @@ class RunSummary:
       tokens: trained on, over all parts of a resumed run.
       wall_s: seconds of this process.
       first_step_s: seconds to the end of its first step.
+      goodput: share of the time since the first start that went into steps, in words.
       cache: "cold", "warm" or "off": the compilation cache.
       checkpoint, best_checkpoint, picture: paths.
       overrides: `--config.FIELD=VALUE` of the command line, FIELD to VALUE.
@@ -46,6 +47,7 @@ class RunSummary:
     tokens_per_s: int | float | None = None
     wall_s: int | float | None = None
     first_step_s: int | float | None = None
+    goodput: str | None = None
     cache: str | None = None
     peak_memory_bytes: int | None = None
     checkpoint: str | None = None
@@ -76,6 +78,7 @@ def _rows(s: RunSummary) -> list[tuple[str, str]]:
         *((f"  {name}", f"{a:.4f}, {b:.4f} nats/byte") for name, (a, b) in s.eval_sets.items()),
         ("tokens", tokens),
         ("time", times),
+        ("goodput", s.goodput or ""),
         ("peak memory", _joined((s.peak_memory_bytes, short_bytes))),
         ("checkpoint", s.checkpoint or "none"),
         ("best", s.best_checkpoint or ""),

@@ -12,21 +12,29 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from moejax.train.pace import Pace
 from moejax.train.signals import StopRequest
 
 
 class Agreement:
     """What the processes of a run tell each other with every step: the signal each has got.
 
-    It travels in the step itself, so all read it from the metrics of one and the same step. Alone a
-    process needs nobody, and the step is as it was.
+    And how each spent the lap before (`Pace`). It travels in the step itself, so all read it from
+    the metrics of one and the same step. Alone a process needs nobody, and the step is as it was.
+
+    Attributes:
+      laps: float32 [processes, 2], seconds busy and waiting for data, as of the last step read.
     """
 
-    def __init__(self, mesh: Mesh, stop: StopRequest):
+    def __init__(self, mesh: Mesh, stop: StopRequest, pace: Pace | None = None):
         self._stop, self._several = stop, jax.process_count() > 1
         self._everywhere = NamedSharding(mesh, P(mesh.axis_names))
         self._here = len(mesh.local_devices)
+        owners = [device.process_index for device in mesh.devices.flat]
+        self._first = [owners.index(n) for n in sorted(set(owners))]
         self._told = 0
+        self._pace = pace or Pace()
+        self.laps = np.zeros((len(self._first), 2), np.float32)
 
     @property
     def signum(self) -> int | None:
@@ -39,17 +47,26 @@ class Agreement:
         return signal.Signals(self.signum).name if self.signum else ""
 
     def vote(self) -> tuple[jax.Array, ...]:
-        """What the step takes beside state and batch: this process's signal, for each device."""
+        """What the step takes beside state and batch, for each device of this process: its signal
+        (float32 holds the number), and its lap, which ends here.
+        """
+        lap = self._pace.lap()
         if not self._several:
+            self.laps = np.array([lap], np.float32)
             return ()
-        mine = np.full(self._here, self._stop.signum or 0, np.int32)
+        mine = np.tile(np.array([self._stop.signum or 0, *lap], np.float32), (self._here, 1))
         return (jax.make_array_from_process_local_data(self._everywhere, mine),)
 
     @staticmethod
     def counted(metrics: dict, *vote: jax.Array) -> dict:
         """Metrics of a step with what the processes said."""
-        return metrics | ({"signal": jnp.max(vote[0])} if vote else {})
+        if not vote:
+            return metrics
+        said = jax.lax.with_sharding_constraint(vote[0], P())
+        return metrics | {"signal": jnp.max(said[:, 0]), "laps": said[:, 1:]}
 
     def read(self, metrics: Mapping[str, Any]) -> None:
         """Takes note of what a step's metrics say."""
         self._told = int(metrics.get("signal", 0)) or self._told
+        if "laps" in metrics:
+            self.laps = np.asarray(metrics["laps"])[self._first]

@@ -16,7 +16,15 @@ from moejax.cluster import Watchdog
 from moejax.config import as_dict
 from moejax.data import TrainIterator
 from moejax.models.flops import train_flops_per_token
-from moejax.observability import DeadExperts, LoadLog, Progress, StepProfiler, Writers, peak_flops
+from moejax.observability import (
+    DeadExperts,
+    Goodput,
+    LoadLog,
+    Progress,
+    StepProfiler,
+    Writers,
+    peak_flops,
+)
 from moejax.optim import ema_params
 from moejax.train.agreement import Agreement
 from moejax.train.bad_steps import BadSteps
@@ -24,6 +32,7 @@ from moejax.train.compile import Compiled, compile_once, kernel_lines
 from moejax.train.corruption import StateCheck
 from moejax.train.diagnose import NonFiniteError, first_bad_tensor
 from moejax.train.evaluate import EvalResult, Evaluator, put_batch
+from moejax.train.pace import Pace, pace_row
 from moejax.train.placement import Placer, without_places
 from moejax.train.samples import Samples
 from moejax.train.signals import StopRequest
@@ -52,7 +61,7 @@ class Loop:
         checkpoints: Checkpoints, writers: Writers, progress: Progress, profiler: StepProfiler,
         tokens: int, bad_steps: BadSteps, watchdog: Watchdog, *,
         sets: Mapping[str, Evaluator] | None = None, samples: Samples | None = None,
-        loads: LoadLog | None = None, placer: Placer | None = None,
+        loads: LoadLog | None = None, placer: Placer | None = None, goodput: Goodput | None = None,
         local: LocalCheckpoints | None = None,
     ):  # fmt: skip
         self.program, self.state, self.iterator, self.evaluator = (
@@ -69,6 +78,7 @@ class Loop:
         )
         self.sets, self.samples = dict(sets or {}), samples
         self.loads, self.placer, self.local = loads, placer, local
+        self.goodput = goodput
         self.bad_steps, self.watchdog = bad_steps, watchdog
         self.cfg = program.cfg
         self.base = None
@@ -92,14 +102,16 @@ class Loop:
         self.peak = peak_flops(jax.devices()[0], self.cfg.train.compute_dtype)[0] * len(
             program.mesh.devices.flat
         )
-        self._began = self._mark = time.perf_counter()
+        self.pace = Pace()
+        self._began = time.perf_counter()
+        self._begin_step()
         self._pending: list[Pending] = []
         self.check, self._batch = StateCheck(program), dict[str, jax.Array]()
 
     def run(self, stop: StopRequest) -> str:
         """Steps until the end, a signal, or `train.stop_at`. Returns why it ended, in words."""
         stop_at = self.cfg.train.stop_at
-        self.agreement = Agreement(self.program.mesh, stop)
+        self.agreement = Agreement(self.program.mesh, stop, self.pace)
         total = self.iterator.last_step(self.start_step, self.cfg.train.num_steps)
         for step in range(self.start_step + 1, total + 1):
             traced = self._dispatch(step)
@@ -111,7 +123,7 @@ class Loop:
             self._drain(keep=0 if closing or traced else 1, held=step if closing else None)
             if traced:
                 self.profiler.after(step)
-                self._mark = time.perf_counter()
+                self._begin_step()
             if closing:
                 self.watchdog.at(None)  # evaluating and saving take as long as they take
                 self._milestone(step, final=step == total, saving=stopping)
@@ -124,26 +136,33 @@ class Loop:
 
     def _dispatch(self, step: int) -> bool:
         """Hands a step to the devices. Returns whether a trace is to end after it."""
-        rows = next(self.iterator)
+        with self.pace.waiting("data"):
+            rows = next(self.iterator)
         batch = put_batch(self.program, rows, self.cfg.train.accumulation)
         beside = (self.bad_steps.highest_loss(step), self.agreement.vote())
         if self.compiled is None:
             self.compiled = self._compile(batch, *beside)
-            self._mark = time.perf_counter()  # compiling is no part of the first step's time
+            self._begin_step()  # compiling is no part of the first step's time
         if self.profiler.starts(step):
             self._drain(keep=0, held=None)
             self.profiler.before(step)
-            self._mark = time.perf_counter()  # nor is starting a trace, or ending one
+            self._begin_step()  # nor is starting a trace, or ending one
         else:
             self.profiler.before(step)
         self.watchdog.at(step)
-        self.state, metrics = self.compiled.call(self.state, batch, *beside)
+        with self.pace.waiting("devices"):  # a queue that is full blocks here
+            self.state, metrics = self.compiled.call(self.state, batch, *beside)
         self._batch = batch
         self._pending.append(Pending(step, rows, batch, metrics, self.iterator.get_state()))
         if self.profiler.ends(step):
             return True
         self.profiler.after(step, metrics)
         return False
+
+    def _begin_step(self) -> None:
+        """What was before is no part of a step's time."""
+        self._mark = time.perf_counter()
+        self.pace.restart()
 
     def _compile(self, batch: dict[str, jax.Array], *beside: tuple[jax.Array, ...]) -> Compiled:
         program = self.program
@@ -169,7 +188,8 @@ class Loop:
         """
         while len(self._pending) > keep:
             done = self._pending.pop(0)
-            host = jax.device_get(done.metrics)
+            with self.pace.waiting("devices"):
+                host = jax.device_get(done.metrics)
             self.agreement.read(host)
             if self.first_step_s is None:
                 self.first_step_s = time.perf_counter() - self._began
@@ -250,6 +270,10 @@ class Loop:
                 self.loads.add(step, host["load"])
             if self.placer is not None:
                 row["moe_device_load_max"] = self.placer.observe(host["load"]).tolist()
+        row |= pace_row(self.agreement.laps, step_s)
+        if self.goodput is not None:
+            self.goodput.add(step_s)
+            row |= self.goodput.row()
         if self.iterator.bad_images is not None:
             row["bad_images"] = self.iterator.bad_images
         for name in ("indexer_kl", "aux_loss", "max_logit"):
@@ -301,7 +325,7 @@ class Loop:
             or (is_best and self.cfg.checkpoint.keep_best)
         ):
             self.save(step)
-        self._mark = time.perf_counter()  # nothing of this is part of a step's time
+        self._begin_step()  # nothing of this is part of a step's time
 
     def weights(self) -> dict:
         """What is evaluated: the current weights, or their average where one is kept."""

@@ -22,5 +22,6 @@ def own_rows(program: Program, batch_size: int, microbatches: int = 1) -> tuple[
     """
     each = batch_size // microbatches
     shards = batch_sharding(program).addressable_devices_indices_map((microbatches, each))
-    here = sorted({row for _, rows in shards.values() for row in range(*rows.indices(each))})
+    spans = {shard[1].indices(each) for shard in shards.values() if shard is not None}
+    here = sorted({row for span in spans for row in range(*span)})
     return tuple(first + row for first in range(0, batch_size, each) for row in here)

@@ -12,7 +12,7 @@ import jax
 
 from moejax.checkpoint import Checkpoints
 from moejax.config import RunConfig
-from moejax.observability import RunSummary
+from moejax.observability import RunSummary, describe_goodput
 from moejax.observability.metrics import FILE, read_metrics
 from moejax.train.evaluate import EvalResult
 from moejax.train.loop import Loop
@@ -41,6 +41,9 @@ def summarize(
         tokens=loop.tokens,
         tokens_per_s=loop.mean_tokens_per_s(),
         first_step_s=loop.first_step_s,
+        goodput=describe_goodput(loop.last.get("goodput"), loop.goodput.num_starts)
+        if loop.goodput is not None
+        else None,
         cache=loop.compiled.cache if loop.compiled else None,
         peak_memory_bytes=loop.compiled.peak_bytes if loop.compiled else None,
         checkpoint=str(checkpoints.path(newest)) if newest is not None else None,

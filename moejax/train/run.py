@@ -29,6 +29,7 @@ from moejax.data import (
 )
 from moejax.lora import write_adapters
 from moejax.observability import (
+    Goodput,
     LoadLog,
     Progress,
     RunSummary,
@@ -234,6 +235,7 @@ def _train(
     first = jax.process_index() == 0
     writers = open_writers(workdir, cfg.log, first_step=start + 1) if first else Writers([])
     loads = _open_loads(program, workdir, first_step=start + 1)
+    goodput = Goodput.of_run(workdir, start) if first else None
     profiler = StepProfiler(cfg.profile, workdir, say)
     samples = None
     if cfg.samples.prompts:
@@ -250,6 +252,7 @@ def _train(
                 program, state, iterator, Evaluator(program, batches), checkpoints, writers,
                 progress, profiler, int(position.get("tokens", 0)), bad_steps, watchdog,
                 sets=sets, samples=samples, loads=loads, placer=placer, local=local,
+                goodput=goodput,
             )  # fmt: skip
             del state  # the loop donates it
             say(f"compiling the step for {_shape_of(program)} ...")

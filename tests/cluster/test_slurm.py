@@ -77,7 +77,7 @@ def test_a_job_queued_again_twice_is_the_run_of_launch_local(cluster, tmp_path):
     _wait_for_the_end(cluster, number, log)
 
     text = log.read_text()
-    assert "2 processes by SLURM: SLURM_JOB_ID=" in text
+    assert "2 processes joined (SLURM: SLURM_JOB_ID=" in text
     assert text.count("resuming from") == 2
     assert rows(workdir)[-1]["step"] == STEPS
     code, said = _ended(launch(tmp_path / "local", **LONGER))
