@@ -194,7 +194,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     cfg = digits_config(data, overrides)
     began, cpu = time.perf_counter(), time.process_time()
     cfg.check(len(jax.devices()))
-    run(cfg, workdir)
+    result = run(cfg, workdir)
+    if result.signum is not None:  # called again, it goes on
+        return 128 + result.signum
     seconds, used = time.perf_counter() - began, time.process_time() - cpu
     print(f"trained for {seconds:.0f} s, {used:.0f} s of processor time")
     report(load(workdir), held_out(cfg, options.held_out), workdir / "captions.png")

@@ -1,5 +1,7 @@
 """The digits' images and the bench's own counting; the model that reads them is the bench's."""
 
+from types import SimpleNamespace
+
 import numpy as np
 from PIL import Image
 
@@ -58,7 +60,12 @@ def test_what_is_done_to_images():
 
 def test_the_bench_goes_from_images_to_a_report(tmp_path, monkeypatch, capsys):
     """Training and reading themselves are replaced."""
-    monkeypatch.setattr(bench_digits, "run", lambda cfg, workdir: None)
+    signals = iter([2, None])
+
+    def run(cfg, workdir):
+        return SimpleNamespace(signum=next(signals))
+
+    monkeypatch.setattr(bench_digits, "run", run)
     monkeypatch.setattr(bench_digits, "load", lambda workdir: None)
 
     def read(model, given, change=None):
@@ -66,6 +73,7 @@ def test_the_bench_goes_from_images_to_a_report(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(bench_digits, "read", read)
     argv = [f"--workdir={tmp_path}", "--images=10", "--held-out=30", "--config.train.num_steps=3"]
+    assert bench_digits.main(argv) == 130
     assert bench_digits.main(argv) == 0
     said = capsys.readouterr().out
     assert "as they are       digits in place 100.0%, captions right 100.0%" in said
