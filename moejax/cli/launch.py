@@ -92,7 +92,8 @@ def _logs_of(command: list[str]) -> str | None:
         name, _, value = word.partition("=")
         if name == "--workdir":
             value = value or "".join(command[place + 1 : place + 2])
-            return str(pathlib.Path(value) / "logs") if value else None
+            # the address of an object store is no folder, which the command itself says
+            return str(pathlib.Path(value) / "logs") if value and "://" not in value else None
     return None
 
 

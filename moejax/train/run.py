@@ -71,7 +71,12 @@ from moejax.train.state import (
     with_copies,
 )
 from moejax.train.trainable import merge
-from moejax.train.workdir import check_writable, leaving_no_tokenizer, write_facts
+from moejax.train.workdir import (
+    check_writable,
+    leaving_no_tokenizer,
+    local_folder,
+    write_facts,
+)
 
 
 class TrainResult(NamedTuple):
@@ -112,7 +117,7 @@ def run(
         wrong on these devices; nothing was changed.
     """
     began = time.perf_counter()
-    workdir = pathlib.Path(workdir)
+    workdir = local_folder(workdir)
     cfg.check(len(jax.devices()), _devices_per_host())
     cfg = cfg.on(len(jax.devices()))
     if cfg.lora.rank and cfg.init_from:  # the base is read again whenever the run is, from anywhere

@@ -17,6 +17,22 @@ from moejax.data import Corpus, Tokenizer
 from moejax.version import __version__
 
 
+def local_folder(path: str | os.PathLike[str]) -> pathlib.Path:
+    """The workdir as a path.
+
+    Raises:
+      ConfigError: it is the address of an object store, which a path would make a folder of here.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        raise ConfigError(
+            f"--workdir={text} is not a folder: the run appends to files and locks them there, "
+            "which object stores cannot. Use a shared folder, or mount the bucket (gcsfuse, "
+            "mountpoint-s3)."
+        )
+    return pathlib.Path(text)
+
+
 def check_writable(workdir: pathlib.Path) -> None:
     """Raises ConfigError when nothing can be written below `workdir`; changes nothing."""
     place = workdir

@@ -133,6 +133,7 @@ def test_a_loss_that_is_not_a_number(moejax, run_dir, tmp_path):
         (["train", "--config=tiny", "--workdir=x", "--devices=none"], "is not a whole number"),
         (["train", "--config=tiny", "--workdir=x", "--devices=3"], "comes too late"),
         (["train", "--config=tiny", "--workdir=x", "--devices=8", "--platform=gpu"], "not go with"),
+        (["train", "--config=tiny", "--workdir=gs://bucket/run"], "which object stores cannot"),
         (["eval"], "give one of --workdir=DIR and --checkpoint=PATH"),
         (["eval", "--workdir=no/such"], "no checkpoint at"),
         (["eval", "--workdir=x", "--split=test"], "invalid choice: 'test'"),
