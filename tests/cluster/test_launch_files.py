@@ -182,6 +182,22 @@ def test_a_list_that_is_none_is_refused(hosts):
     assert _on_hosts(hosts) == (2, ["launch: the file of hosts names none."])
 
 
+def test_every_host_of_every_tpu_gets_the_command(tmp_path):
+    gcloud = tmp_path / "gcloud"
+    gcloud.write_text('#!/usr/bin/env bash\necho "$5 ${*:6:2}"\neval "echo ${8#--command=}"\n')
+    gcloud.chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "TPU": "a,b", "ZONE": "z"}
+    done = subprocess.run(
+        [ROOT / "launch/tpu_pod.sh", "--config=x y", "--workdir=$HOME"],
+        env=env, capture_output=True, text=True,
+    )  # fmt: skip
+    told = ["moejax/launch/host.sh tpu --config=x y --workdir=$HOME"] * 2
+    assert sorted(done.stdout.splitlines()) == [
+        "a --zone=z --worker=all", "b --zone=z --worker=all", *told
+    ]  # fmt: skip
+    assert done.returncode == 0
+
+
 def test_a_platform_that_is_none_is_refused():
     done = subprocess.run([ROOT / "launch/host.sh", "npu"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "'npu'" in done.stderr
