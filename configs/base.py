@@ -360,6 +360,9 @@ def get_config() -> ConfigDict:
     c.train.num_steps = 400
     # microbatches in a step [>= 1]
     c.train.accumulation = 1
+    # dtype that the gradients of microbatches are summed and kept in until the update; bfloat16 is
+    # half the memory, and rounds each sum to 8 bits [one of 'float32', 'bfloat16']
+    c.train.accum_dtype = "float32"
     # most rows that a device takes at once: sets train.accumulation by the devices that are there,
     # so that a run goes on with fewer or more of them at the same batch; 0 = off [>= 0]
     c.train.rows_per_device = 0
@@ -417,6 +420,9 @@ def get_config() -> ConfigDict:
     # where the frozen maps of the layers live: with host each comes to the devices for its layer,
     # while the layer before computes [one of 'device', 'host']
     c.memory.frozen = "device"
+    # GiB that the loss may take on a device beside its arguments and results: the chunks are chosen
+    # by it, and a head that is too large whole is gathered in pieces; 0 = no bound [>= 0]
+    c.memory.loss_gib = 0.0
 
     c.swap = ConfigDict()
     # results that are kept beside those of train.remat, by name (`moejax config --memory` has them)

@@ -15,3 +15,9 @@ class MemoryConfig(Section):
     optimizer: str = setting("device", choices=("device", "host"))
     master: str = setting("device", choices=("device", "host"))
     frozen: str = setting("device", choices=("device", "host"))
+    loss_gib: float = setting(0.0, ge=0.0)
+
+    @property
+    def loss_bytes(self) -> int:
+        """Bound of the loss's temporaries on a device, 0 = none."""
+        return int(self.loss_gib * 2**30)

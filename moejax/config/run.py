@@ -216,7 +216,8 @@ def _check_memory(run: RunConfig) -> None:
             "layer's weights on the devices for the backward pass. Use train.remat='full'.",
         ),
         (
-            memory != MemoryConfig() and bool(run.placement.every or run.placement.file),
+            "host" in (memory.optimizer, memory.frozen)
+            and bool(run.placement.every or run.placement.file),
             "memory.optimizer, master and frozen must be 'device' where placement.every or "
             "placement.file moves experts: they move within device memory only.",
         ),

@@ -75,6 +75,7 @@ class TrainConfig(Section):
     _path = "train."
     num_steps: int = setting(400, ge=1)
     accumulation: int = setting(1, ge=1)
+    accum_dtype: str = setting("float32", choices=("float32", "bfloat16"))
     rows_per_device: int = setting(0, ge=0)
     compute_dtype: str = setting("float32", choices=("float32", "bfloat16"))
     remat: str = setting("none", choices=("none", "full", "dots", "exchange", "auto"))

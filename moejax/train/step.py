@@ -6,6 +6,7 @@ Pure; the one jitted entry.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -16,12 +17,13 @@ from jax.sharding import PartitionSpec as P
 
 from moejax.layers.moe.balance import new_bias
 from moejax.layers.vision.images import images_of
+from moejax.losses.budget import LossPlan, plan_loss
+from moejax.losses.sharded_head import sharded_head_loss
 from moejax.memory.policy import names_checked, policy_of
 from moejax.models.decoder import by_layer
-from moejax.models.parts import zeros_like_abstract
 from moejax.optim import clip_key, clip_query, global_norm, make_schedule, qk_clip_factors
 from moejax.optim.streamed import Finish
-from moejax.partitioning import BATCH_AXES, batch_local
+from moejax.partitioning import BATCH_AXES, batch_local, num_batch_shards, stored_layout
 from moejax.train.host_update import update_on_host
 from moejax.train.state import Program, TrainState
 from moejax.train.trainable import merge, split
@@ -48,10 +50,30 @@ def batch_sharding(program: Program) -> NamedSharding:
     return NamedSharding(program.mesh, P(None, BATCH_AXES))
 
 
+def _loss_plan(program: Program, table, hidden_BTD: jax.Array) -> LossPlan:
+    """How the loss goes through this batch's rows and the head."""
+    cfg, sizes = program.cfg, dict(program.mesh.shape)
+    layout = stored_layout(table.get_metadata()["axes"], table[...].shape, sizes)
+    axes = [a for entry in layout for a in ((entry,) if isinstance(entry, str) else entry or ())]
+    rows = hidden_BTD.shape[0] * hidden_BTD.shape[1] // num_batch_shards(sizes)
+    trains = program.trains["embed" if cfg.model.tie_embeddings else "head"]["table"]
+    return plan_loss(
+        rows, *table[...].shape, itemsize=hidden_BTD.dtype.itemsize, trained=trains,
+        num_shards=math.prod(sizes[axis] for axis in axes), budget=cfg.memory.loss_bytes,
+        rows=cfg.train.rows_per_chunk, vocab=cfg.train.vocab_per_chunk,
+    )  # fmt: skip
+
+
 def token_loss(program: Program, model, hidden_BTD: jax.Array, labels_BT: jax.Array) -> jax.Array:
     """Summed cross entropy of the labels that count, float32; logits exist in chunks only."""
     cfg = program.cfg.train
     table = model.head_table()
+    plan = _loss_plan(program, table, hidden_BTD)
+    if not plan.whole_head:
+        return sharded_head_loss(
+            hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), table[...], labels_BT.reshape(-1),
+            table.get_metadata()["axes"], rows=plan.rows, vocab=plan.vocab, z_loss=cfg.z_loss,
+        )  # fmt: skip
 
     def local(hidden_BTD, labels_BT, table_VD):
         loss, _ = linear_xent(
@@ -129,7 +151,9 @@ def _add(path, total: jax.Array, new: jax.Array) -> jax.Array:
 
 @_with_kernels
 def gradients(program: Program, state: TrainState, batch: Batch) -> tuple[dict, dict]:
-    """Gradient of the step's loss, float32, and the measured values; one pass a microbatch.
+    """Gradient of the step's loss, and the measured values; one pass a microbatch.
+
+    Microbatches are summed in `train.accum_dtype`.
 
     Of the trained parameters only: of the others none is computed.
     """
@@ -150,20 +174,26 @@ def gradients(program: Program, state: TrainState, batch: Batch) -> tuple[dict, 
             (_, measured), grads = jax.value_and_grad(loss, has_aux=True)(trained)
         return grads, measured
 
-    num_micro = batch["tokens"].shape[0]
+    num_micro, accum = batch["tokens"].shape[0], jnp.dtype(program.cfg.train.accum_dtype)
     first = jax.tree.map(lambda a: a[0], batch)
     if num_micro == 1:
         grads, measured = one(first, jnp.int32(0))
-        return _stored(program, grads), measured
+        # Of one microbatch nothing is summed, so a wide accumulator would only hold narrow numbers.
+        narrow = jax.tree.map(lambda g: g.astype(accum) if accum.itemsize < 4 else g, grads)
+        return _stored(program, narrow), measured
 
     def accumulate(total, xs):
         grads, measured = one(*xs)
-        grads = _stored(program, jax.tree.map(jnp.add, total[0], grads))
+        sums = jax.tree.map(
+            lambda a, g: (a.astype(jnp.float32) + g.astype(jnp.float32)).astype(accum),
+            total[0], grads,
+        )  # fmt: skip
+        grads = _stored(program, sums)
         return (grads, jax.tree_util.tree_map_with_path(_add, total[1], measured)), None
 
     grads, measured = jax.eval_shape(one, first, jnp.int32(0))
     start = (
-        _stored(program, zeros_like_abstract(grads)),
+        _stored(program, jax.tree.map(lambda g: jnp.zeros(g.shape, accum), grads)),
         jax.tree_util.tree_map_with_path(_start, measured),
     )
     return jax.lax.scan(accumulate, start, (batch, jnp.arange(num_micro, dtype=jnp.int32)))[0]
@@ -261,6 +291,7 @@ def _updated(
         now = update_on_host(program, state, grads, norm=norm, ok=ok, finish=finish)
         return TrainState(*now, balance, step)
     trained, frozen = split(state.params, program.trains)
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     updates, opt_state = program.optimizer.update(grads, state.opt_state, trained)
     infos = split(program.parts.infos, program.trains)[0]
     trained = optax.apply_updates(trained, _of_stage(program, infos, updates))

@@ -24,14 +24,14 @@ from moejax.train.state import (
     init_state,
     with_copies,
 )
-from moejax.train.step import train_step
+from moejax.train.step import gradients, train_step
 from tests.cli.conftest import SMALL
 from tests.memory.test_layer_loop import LOOPS, inputs, objective, start
 
 MLA = SMALL | {
     "model.num_layers": 2, "model.attention": "mla", "model.ffn.num_dense_layers": 2,
     "optim.name": "muon", "train.compute_dtype": "bfloat16", "optim.qk_clip": 0.01,
-    "train.remat": "full", "mesh.fsdp": 2,
+    "train.remat": "full", "mesh.fsdp": 2, "train.accumulation": 2,
 }  # fmt: skip
 HOST = {"memory.optimizer": "host", "memory.master": "host"}
 FAST = {"xla_backend_optimization_level": 0}
@@ -42,8 +42,8 @@ def program_of(changes: dict):
     return build_program(cfg, make_mesh(cfg.mesh, jax.devices()[:2]))
 
 
-def train(program, state, count=2, spoil=False):
-    """The state after steps on random tokens, and their losses."""
+def train(program, state, count=2):
+    """The state after steps on random tokens, their losses, and what is saved after the first."""
     tokens = np.random.default_rng(0).integers(0, 256, (8, 32), np.int32)
     batch = {"tokens": tokens, "labels": tokens, "segment_ids": np.ones_like(tokens)}
     batch = put_batch(program, batch, program.cfg.train.accumulation)
@@ -52,20 +52,21 @@ def train(program, state, count=2, spoil=False):
             lambda s, b, most: train_step(program, s, b, most), donate_argnums=0,
             out_shardings=(program.shardings, None), compiler_options=FAST,
         )  # fmt: skip
-        losses = []
+        losses, trees = [], []
         for _ in range(count):
             state, metrics = step(state, batch, jnp.float32(jnp.inf))
             losses.append(float(metrics["loss"]))
+            trees.append(jax.device_get(as_tree(state, 0)))
         before = jax.device_get(state)
         state, _ = step(state, batch, jnp.float32(-jnp.inf))
         for one, other in zip(*map(jax.tree.leaves, (before[:3], state[:3])), strict=True):
             np.testing.assert_array_equal(one, other)  # a bad step changes nothing
-    return state, losses
+    return state, losses, trees[0]
 
 
 @pytest.fixture(scope="module")
 def runs():
-    """Program, state and losses of two steps with the state on the devices, and on the host."""
+    """Program and result of two steps with the state on the devices, and on the host."""
     programs = {"device": program_of({}), "host": program_of(HOST)}
     return {name: (p, *train(p, init_state(p, 0))) for name, p in programs.items()}
 
@@ -77,16 +78,33 @@ def close(one, other):
 
 
 def test_losses_and_states_are_those_of_a_run_on_the_devices(runs):
-    (_, on_device, losses), (_, on_host, same) = runs["device"], runs["host"]
-    np.testing.assert_allclose(losses, same, rtol=1e-6)
-    assert losses[1] < losses[0]
-    trees = as_tree(on_device, 0), as_tree(on_host, 0)
+    (_, _, losses, *trees), (_, _, same, other) = runs["device"], runs["host"]
+    trees.append(other)
+    assert losses[0] == same[0] and losses[1] < losses[0]
+    np.testing.assert_allclose(losses[1], same[1], rtol=1e-6)
     assert jax.tree.structure(trees[0]) == jax.tree.structure(trees[1])
     jax.tree.map(close, *trees)
 
 
+def test_narrow_accumulators_and_a_head_in_pieces_round_and_no_more(runs):
+    changes = HOST | {"train.accum_dtype": "bfloat16", "memory.loss_gib": 1e-5}
+    program = program_of(changes)
+    losses = runs["host"][2]
+    state, same, _ = train(program, init_state(program, 0))
+    np.testing.assert_allclose(losses[0], same[0], rtol=1e-6)  # the loss is not of the gradients
+    np.testing.assert_allclose(losses[1], same[1], rtol=1e-2)
+    assert losses[1] != same[1]
+    batch = {
+        name: jax.ShapeDtypeStruct((2, 4, 32), jnp.int32) for name in
+        ("tokens", "labels", "segment_ids")
+    }  # fmt: skip
+    with jax.set_mesh(program.mesh):
+        grads, _ = jax.eval_shape(lambda s, b: gradients(program, s, b), state, batch)
+    assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(jnp.bfloat16)}
+
+
 def test_moments_and_masters_of_maps_are_on_the_host_and_copies_in_the_compute_dtype(runs):
-    program, state, _ = runs["host"]
+    program, state, *_ = runs["host"]
     for leaf, hosted in zip(*map(jax.tree.leaves, (state, program.hosted)), strict=True):
         assert (leaf.sharding.memory_kind == PINNED) == hosted
     assert isinstance(state.opt_state, MasterState)
@@ -103,7 +121,7 @@ def test_moments_and_masters_of_maps_are_on_the_host_and_copies_in_the_compute_d
     ("saved", "wanted"), [("host", "host"), ("host", "device"), ("device", "host")]
 )
 def test_a_checkpoint_of_either_kind_is_restored_into_either(runs, tmp_path, saved, wanted):
-    program, state, _ = runs[saved]
+    program, state, *_ = runs[saved]
     other = runs[wanted][0]
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(1, as_tree(state, 0), position={}, config=as_dict(program.cfg))
@@ -118,7 +136,7 @@ def test_a_checkpoint_of_either_kind_is_restored_into_either(runs, tmp_path, sav
 
 @pytest.fixture(scope="module")
 def lora_runs():
-    """Of a LoRA run with its base on the devices and on the host: program, state, losses."""
+    """A LoRA run with its base on the devices, and one with it on the host."""
     cfg = {
         "lora.rank": 2, "lora.targets": ("q_b_proj", "o_proj"), "optim.qk_clip": 0.0,
         "optim.name": "adamw", "train.frozen_dtype": "bfloat16",
@@ -128,7 +146,7 @@ def lora_runs():
 
 
 def test_a_frozen_base_on_the_host_gives_the_same_bits(lora_runs):
-    (_, on_device, losses), (program, on_host, same) = lora_runs
+    (_, on_device, losses, _), (program, on_host, same, _) = lora_runs
     assert losses == same and losses[1] < losses[0]
     for one, other in zip(*map(jax.tree.leaves, (on_device, on_host)), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -138,7 +156,7 @@ def test_a_frozen_base_on_the_host_gives_the_same_bits(lora_runs):
 
 
 def test_a_base_on_the_host_has_the_fingerprint_of_one_on_the_devices(lora_runs):
-    marks = [fingerprint(frozen_leaves(p, state.params)) for p, state, _ in lora_runs]
+    marks = [fingerprint(frozen_leaves(p, state.params)) for p, state, *_ in lora_runs]
     assert marks[0] == marks[1] and len(marks[0]) > 10
 
 
