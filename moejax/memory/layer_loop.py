@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moejax.memory.host_state import on_host, to_device
+from moejax.memory.host_state import on_host, to_device, to_host
 from moejax.memory.policy import Policy, policy_for, remat
 
 Body = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -57,11 +57,15 @@ def run_layers(
 
 
 def walk(
-    steps, carry, xs, loop: Loop, *, reverse: bool = False, whole: Any = None
-) -> tuple[Any, list[Any]]:
+    steps, carry, xs, loop: Loop, *, reverse: bool = False, whole: Any = None,
+    leave: Callable[[Any], Any] = lambda y: y,
+) -> tuple[Any, list[Any]]:  # fmt: skip
     """`steps[i](carry, x) -> (carry, y)` for every layer of every repeat; ys as xs.
 
     Args:
+      leave: what becomes of the ys of a repeat's run, [count, ...], when they leave it. To host
+        memory they go here, and from there they come back a repeat's at a time: of two loops, one
+        in the other, only the outer one may cut what is in host memory.
       whole: of every run, which leaves of its x no loop cuts: a layer takes its part out of all
         layers' at once. Two loops, one in the other, hold a repeat's part of a leaf and a layer's
         part of that. Not to be differentiated: a gradient would be as large as the leaf. Of those
@@ -77,6 +81,7 @@ def walk(
     def group(carry, inputs):
         (carry, ahead), (repeat, cut) = carry, inputs
         ahead, ys = list(ahead), [None] * len(steps)
+        cut = [[to_device(a) if on_host(a) else a for a in one] for one in cut]
         for i in reversed(order) if reverse else order:
 
             def layer(carry, inputs, i=i):
@@ -91,6 +96,7 @@ def walk(
             (carry, ahead[i]), ys[i] = scan_layers(
                 layer, (carry, ahead[i]), inputs, loop.counts[i], reverse=reverse
             )
+            ys[i] = leave(ys[i])
         return (carry, ahead), ys
 
     repeats = np.arange(loop.repeats, dtype=np.int32)
@@ -193,24 +199,37 @@ def _rebuilding(bodies, loop: Loop, policy: Policy, keep, rebuild):
         wanted = [[p.perturbed and _is_float(p.value) for p in jax.tree.leaves(x)] for x in xs]
         whole = [_frozen(x, hits) for x, hits in zip(xs_values, wanted, strict=True)]
         alone = loop.repeats == 1
+        on_device = Policy(keep=(*policy.keep, *policy.offload))
 
         def step(i, carry, x):
             once = alone and loop.counts[i] == 1
-            out, aux, pull = _vjp(bodies[i], policy, once, wanted[i], carry, x, consts)
+            args = bodies[i], once, wanted[i], carry, x, consts
+            out, aux, pull = _vjp(on_device, *args)
             leaves, tree = jax.tree.flatten(pull)
+            leaving = _leaving(policy, leaves, args)
             inputs = {id(leaf): n for n, leaf in enumerate(jax.tree.leaves((carry, x, consts)))}
             places = [inputs.get(id(leaf)) for leaf in leaves]
             outer = {n: a for n, a in enumerate(leaves) if not isinstance(a, jax.core.Tracer)}
             pulls[i] = _Pull(tree, places, outer, wanted[i])
             saved = [
-                leaf
-                for n, (leaf, place) in enumerate(zip(leaves, places, strict=True))
+                (leaf if not leaves_now else None, leaf if leaves_now else None)
+                for n, (leaf, place, leaves_now) in enumerate(
+                    zip(leaves, places, leaving, strict=True)
+                )
                 if place is None and n not in outer
             ]
             return out, (aux, keep(carry), saved)
 
+        def leave(y):
+            aux, small, saved = y
+            return (
+                aux,
+                small,
+                [(here, None if away is None else to_host(away)) for here, away in saved],
+            )
+
         steps = [lambda carry, x, i=i: step(i, carry, x) for i in range(len(bodies))]
-        out, ys = walk(steps, carry, xs_values, loop, whole=whole)
+        out, ys = walk(steps, carry, xs_values, loop, whole=whole, leave=leave)
         residuals = (out, [y[1:] for y in ys], xs_values, consts)
         return (out, [y[0] for y in ys]), residuals
 
@@ -221,7 +240,8 @@ def _rebuilding(bodies, loop: Loop, policy: Policy, keep, rebuild):
         def step(i, d_carry, inputs):
             x, small, saved, d_aux = inputs
             carry = rebuild(final, small)
-            pull = _put_together(pulls[i], (carry, x, consts), saved)
+            both = [away if here is None else here for here, away in saved]
+            pull = _put_together(pulls[i], (carry, x, consts), both)
             return pull((d_carry, d_aux))
 
         steps = [lambda d, inputs, i=i: step(i, d, inputs) for i in range(len(bodies))]
@@ -246,7 +266,21 @@ def _frozen(x: Any, wanted: Sequence[bool]) -> list[bool]:
     return [leaf.ndim > 2 and not hit for leaf, hit in zip(jax.tree.leaves(x), wanted, strict=True)]
 
 
-def _vjp(body: Body, policy: Policy, once: bool, wanted: list[bool], carry, x, consts):
+def _leaving(policy: Policy, leaves: list, args: tuple) -> list[bool]:
+    """Of what a layer's backward function holds, what goes to host memory."""
+    if not policy.offload:
+        return [False] * len(leaves)
+    *static, carry, x, consts = args
+
+    def held(carry, x):
+        return jax.tree.leaves(_vjp(policy, *static, carry, x, consts)[2])
+
+    found = jax.make_jaxpr(held)(carry, x).out_avals
+    assert [a.shape for a in found] == [a.shape for a in leaves]
+    return [a.memory_space == jax.memory.Space.Host for a in found]
+
+
+def _vjp(policy: Policy, body: Body, once: bool, wanted: list[bool], carry, x, consts):
     """One layer: its carry, auxiliary values and ``(d_carry, d_aux) -> (d_carry, d_x)``.
 
     A layer that runs `once`, in no loop, is kept apart from its own recomputation. Gradients are

@@ -18,7 +18,6 @@ import numpy as np
 from moejax.memory.graph import Graph
 
 MOST_NAMES = 18  # 2**18 sets
-_AHEAD = 2  # layers of offloaded results on the device at a time: one on its way, one in use
 
 
 class Layer(NamedTuple):
@@ -29,12 +28,14 @@ class Layer(NamedTuple):
       count: how many.
       forward: graph of the forward pass.
       backward: graph of the gradient, with the forward pass once more.
+      group: so many stand in a row, and leave for the host together.
     """
 
     kind: str
     count: int
     forward: Graph
     backward: Graph
+    group: int = 1
 
 
 class Budget(NamedTuple):
@@ -127,7 +128,8 @@ class Tables(NamedTuple):
       names: in the order of the bits.
       flops, sent: what is computed, and received, again [sets].
       held: bytes of each name that are held [names, sets].
-      staged: bytes of each name in the layer that has most of it [names].
+      staged: bytes of each name on the device if it is offloaded: a group's, and a layer's that is
+        on its way [names].
       layers: layers that have each name [names].
     """
 
@@ -179,7 +181,7 @@ def _add(out: Tables, layer: Layer) -> None:
         out.sent[:] += layer.count * node.sent * want
         for below in node.inputs:
             wanted[below] = wanted[below] | want if below in wanted else want
-    out.staged[:] = np.maximum(out.staged, sizes)
+    out.staged[:] = np.maximum(out.staged, sizes * (layer.group + 1))
     out.layers[:] += layer.count * (sizes > 0)
 
 
@@ -225,7 +227,7 @@ def _divided(
     for i, size in zip(bits, held, strict=True):
         places = np.concatenate([places, places | 1 << i])
         host = np.concatenate([host, host + size])
-        staged = np.concatenate([staged, staged + _AHEAD * table.staged[i]])
+        staged = np.concatenate([staged, staged + table.staged[i]])
     device = held.sum() - host + staged
     fits = (device <= budget.device_bytes) & (host <= budget.host_bytes)
     if not fits.any():
@@ -261,7 +263,7 @@ def plan_of(layers: Sequence[Layer], table: Tables, budget: Budget, held: int, o
     on_host = np.array([off >> i & 1 for i in range(len(table.names))], bool)
     host = float(table.held[on_host, held].sum())
     kept = float(table.held[:, held].sum()) - host
-    staged = float(_AHEAD * table.staged[on_host].sum())
+    staged = float(table.staged[on_host].sum())
     copy_s = host / budget.host_bytes_s
     exposed = max(copy_s - forward_s, 0.0) + max(copy_s - backward_s - float(again_s[held]), 0.0)
     left = budget.device_bytes - kept - staged

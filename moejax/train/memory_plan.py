@@ -54,7 +54,7 @@ def trace_layers(program: Program) -> list[Layer]:
                 with jax.sharding.use_abstract_mesh(mesh), preferring("chunked"):
                     known[same] = _graphs(program, layer, num_batch_shards(shape))
             kind = f"{run.kind.attention} + {run.kind.ffn}"
-            found.append(Layer(kind, segment.repeats * run.count, *known[same]))
+            found.append(Layer(kind, segment.repeats * run.count, *known[same], run.count))
     return found
 
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from moejax.memory.layer_loop import Loop, run_layers
-from moejax.memory.policy import POLICIES
+from moejax.memory.names import tag
+from moejax.memory.policy import POLICIES, Policy
 
 WIDTH, PLACES = 16, 5
 LOOPS = [Loop(3, (2, 1)), Loop(1, (1, 3)), Loop(1, (1, 1)), Loop(4, (1,))]
@@ -31,7 +32,8 @@ def body(carry, x, consts, *, scale):
     read = jnp.sum(jnp.where(counts, jnp.sin(carry["bank"]), 0), 0)
     last = jnp.minimum(carry["last"] + (number % 3 == 2), PLACES - 1)
     noise = jax.random.normal(jax.random.fold_in(key, number), read.shape)
-    out = scale * jnp.tanh((read + shift[:, None] + 0.1 * noise) @ weights["w"]) * weights["frozen"]
+    mapped = tag((read + shift[:, None] + 0.1 * noise) @ weights["w"], "attention_out")
+    out = scale * jnp.tanh(mapped) * weights["frozen"]
     bank = carry["bank"].at[last].add(out)
     return {"bank": bank, "last": last}, {"norm": jnp.sum(out**2), "number": number}
 
@@ -79,7 +81,8 @@ def objective(xs, carry, shift, *, loop, policy):
 def test_policies_agree_in_values_and_gradients(loop):
     xs, carry, shift = inputs(loop), start(), jnp.arange(3.0)
     found = {}
-    for policy in POLICIES:
+    policies = [*POLICIES, Policy(offload=("attention_out",))]
+    for policy in policies:
         run = jax.value_and_grad(
             lambda xs, bank, policy=policy: objective(
                 xs, carry | {"bank": bank}, shift, loop=loop, policy=policy
@@ -87,7 +90,7 @@ def test_policies_agree_in_values_and_gradients(loop):
             argnums=(0, 1), has_aux=True,
         )  # fmt: skip
         found[policy] = jax.jit(run)(xs, carry["bank"])
-    for policy in POLICIES[1:]:
+    for policy in policies[1:]:
         jax.tree.map(_close, found["none"], found[policy])
 
 

@@ -109,7 +109,7 @@ def brute_force(table, budget: Budget, forward_s: float, backward_s: float) -> f
         held = sum(1 << i for i, one in enumerate(choice) if one != "recompute")
         on_host = [i for i, one in enumerate(choice) if one == "offload"]
         host = table.held[on_host, held].sum()
-        device = table.held[:, held].sum() - host + 2 * table.staged[on_host].sum()
+        device = table.held[:, held].sum() - host + table.staged[on_host].sum()
         if device > budget.device_bytes or host > budget.host_bytes:
             continue
         again = table.flops[held] / budget.flops + table.sent[held] / budget.link_bytes_s
@@ -127,7 +127,7 @@ def test_no_choice_is_better(seed, monkeypatch):
     size, real = 4.0 * ROWS * WIDE, tabulate([only])
     held = rng.integers(1, 4, (3, 8)) * size * [[n >> i & 1 for n in range(8)] for i in range(3)]
     flops = np.sort(rng.integers(0, 50, 8))[::-1] * ONE
-    table = real._replace(flops=flops, held=held, staged=rng.integers(0, 2, 3) * size / 4)
+    table = real._replace(flops=flops, held=held, staged=rng.integers(0, 2, 3) * size / 2)
     monkeypatch.setattr("moejax.memory.swap_core.tabulate", lambda layers: table)
     rate = 1e9
     budget = Budget(
