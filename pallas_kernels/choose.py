@@ -13,17 +13,24 @@ PREFERENCES = ("auto", "ref", "chunked", "pallas", "pallas_gpu", "pallas_tpu")
 _platform: contextvars.ContextVar[str | None] = contextvars.ContextVar("platform", default=None)
 _chip: contextvars.ContextVar[str] = contextvars.ContextVar("chip", default="")
 _preferred: contextvars.ContextVar[str] = contextvars.ContextVar("preferred", default="auto")
-_choices: contextvars.ContextVar[dict[str, "Choice"] | None] = contextvars.ContextVar(
+_choices: contextvars.ContextVar[dict[str, tuple["Choice", ...]] | None] = contextvars.ContextVar(
     "choices", default=None
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What runs an operator: the implementation, and why others that were asked do not."""
+    """What runs an operator: the implementation, and why others that were asked do not.
+
+    Attributes:
+      impl: its name.
+      refused: names and reasons of those that were asked before it.
+      interpreted: a kernel for other hardware, run by Pallas' interpreter: right and slow.
+    """
 
     impl: str
-    refused: tuple[tuple[str, str], ...] = ()  # name, reason
+    refused: tuple[tuple[str, str], ...] = ()
+    interpreted: bool = False
 
 
 def target_platform() -> str:
@@ -85,9 +92,12 @@ def preferring(impl: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recording() -> Iterator[dict[str, Choice]]:
-    """Collects what was chosen for each operator while tracing, by the operator's name."""
-    choices: dict[str, Choice] = {}
+def recording() -> Iterator[dict[str, tuple[Choice, ...]]]:
+    """Collects what was chosen for each operator while tracing, by the operator's name.
+
+    One operator may be called with several shapes, of which an implementation takes some.
+    """
+    choices: dict[str, tuple[Choice, ...]] = {}
     token = _choices.set(choices)
     try:
         yield choices
@@ -116,7 +126,7 @@ def candidates(
         first = _preferred.get()
         if first == "auto":
             return names
-        first = f"pallas_{platform}" if first == "pallas" else first
+        first = f"pallas_{platform}" if first == "pallas" and platform != "cpu" else first
         return (first, *(name for name in names if name != first))
     name = f"pallas_{platform}" if impl == "pallas" else impl
     if name in impls:
@@ -145,7 +155,11 @@ def first_that_runs(
     for name in names:
         try:
             if name not in impls:  # preferred for all operators, of which this one has none
-                raise NotImplementedError("there is no such implementation")
+                raise NotImplementedError(
+                    "there are no kernels for CPUs"
+                    if name == "pallas"
+                    else "there is no such implementation"
+                )
             result = impls[name](*args, **kwargs)
         except NotImplementedError as reason:
             reason.add_note(f"implementation: {name}")
@@ -163,4 +177,8 @@ def _record(chosen: Callable[..., Any], name: str, refused: Iterable[tuple[str, 
     if choices is not None:
         folder, function = chosen.__module__.split(".")[-2], chosen.__name__
         op = folder if folder == function else f"{folder}.{function}"
-        choices[op] = Choice(name, tuple((other, str(reason)) for other, reason in refused))
+        reasons = tuple((other, str(reason)) for other, reason in refused)
+        foreign = name.startswith("pallas_") and name != f"pallas_{target_platform()}"
+        choice = Choice(name, reasons, interpreted=foreign)
+        if choice not in (known := choices.get(op, ())):
+            choices[op] = (*known, choice)

@@ -10,7 +10,7 @@ import os
 import pathlib
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -90,7 +90,7 @@ class Compiled(NamedTuple):
     cache: str
     traces: list[int]
     peak_bytes: int
-    kernels: dict[str, Choice]
+    kernels: dict[str, tuple[Choice, ...]]
 
 
 def compile_once(
@@ -121,14 +121,16 @@ def compile_once(
     return Compiled(executable, seconds, cache, traces, _peak_bytes(executable), kernels)
 
 
-def kernel_lines(kernels: Mapping[str, Choice]) -> list[str]:
+def kernel_lines(kernels: Mapping[str, Sequence[Choice]]) -> list[str]:
     """What runs the operators, then every implementation that refused, why and which of them."""
-    chosen: dict[str, list[str]] = {}
-    refused: dict[str, list[str]] = {}
-    for op, choice in sorted(kernels.items()):
-        chosen.setdefault(f"operators by {choice.impl}", []).append(op)
-        for name, why in choice.refused:
-            refused.setdefault(f"not by {name} ({why})", []).append(op)
+    chosen: dict[str, dict[str, None]] = {}  # dicts for sets that keep their order
+    refused: dict[str, dict[str, None]] = {}
+    for op, choices in sorted(kernels.items()):
+        for choice in choices:
+            how = " (Pallas' interpreter, slow)" if choice.interpreted else ""
+            chosen.setdefault(f"operators by {choice.impl}{how}", {})[op] = None
+            for name, why in choice.refused:
+                refused.setdefault(f"not by {name} ({why})", {})[op] = None
     return [f"{what}: {', '.join(ops)}" for what, ops in [*chosen.items(), *refused.items()]]
 
 
