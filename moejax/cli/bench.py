@@ -39,7 +39,11 @@ def main(argv: Sequence[str]) -> int:
     if options.what != "kernels":
         raise ConfigError(f"what is to be timed? `moejax bench kernels`; got {options.what!r}.")
     ops = _ops(options.ops)
-    start_devices(argparse.Namespace(platform=options.device, devices=None, multihost=False))
+    try:
+        start_devices(argparse.Namespace(platform=options.device, devices=None, multihost=False))
+    except ConfigError as error:  # its advice are options of other commands
+        found = str(error).partition(" Without one,")[0]
+        raise ConfigError(f"{found} Use --device=cpu.") from error
 
     from pallas_kernels.benching.comparison import machine
 

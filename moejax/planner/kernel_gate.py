@@ -56,7 +56,11 @@ def gate(chip: str, ops: Sequence[str], quick: bool = False) -> Iterator[Row]:
         raise ConfigError(f"chip {chip!r} has no gate. Chips: {', '.join(_GATED)}.")
     hardware = parse_hardware(f"{chip}:{_SHAPES.get(chip, '1x1')}")
     platform = {"cuda": "gpu"}.get(hardware.chip.platform, hardware.chip.platform)
-    device = absent_devices(hardware)[0]
+    try:
+        device = absent_devices(hardware)[0]
+    except ConfigError as error:
+        asked = str(error).replace(f"--hardware={hardware.name}", f"chip {chip}")
+        raise ConfigError(asked) from error
     if platform == "gpu" and not all(map(tool, TOOLS)):
         missing = ", ".join(name for name in TOOLS if not tool(name))
         raise ConfigError(f"{missing} of the CUDA toolkit: not found. {EXTRA} brings them.")
@@ -132,6 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         seconds = time.perf_counter() - began
         text = markdown(rows, required, also, seconds, list(sys.argv[1:] if argv is None else argv))
         pathlib.Path(options.markdown).write_text(text)
+    if not rows:
+        print(f"error: nothing to compile: {_nothing(options)}", file=sys.stderr)
+        return 2
     failed = [row for row in rows if row.faults and row.chip in required]
     for row in failed:
         print(f"fault: {row.chip} {row.case} {row.of.kernel}: {row.fault}", file=sys.stderr)
@@ -152,6 +159,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--markdown", metavar="FILE", help="also write the table there")
     return parser
+
+
+def _nothing(options: argparse.Namespace) -> str:
+    which = "marked quick " if options.quick else ""
+    return f"--ops={options.ops} has no case {which}for --chips={options.chips}."
 
 
 def _names(text: str) -> list[str]:

@@ -185,3 +185,11 @@ def test_a_tpu_tells_memory_and_refuses_blocks_that_do_not_fit():
 
 def test_no_ptx_no_kernels(tmp_path):
     assert gpu_kernels("", tmp_path, "sm_90a") == []
+
+
+@pytest.mark.parametrize("ops", ["", "permute"])
+def test_a_gate_without_a_case_does_not_pass(ops, monkeypatch, capsys):
+    monkeypatch.setattr(kernel_gate, "absent_devices", lambda hardware: [None])
+    assert kernel_gate.main([f"--ops={ops}", "--chips=v5p"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error == f"error: nothing to compile: --ops={ops} has no case for --chips=v5p."
