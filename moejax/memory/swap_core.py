@@ -3,8 +3,9 @@
 All sets of names are tried. For each the layers' graphs tell what is left to compute and to send;
 of each set that could be the best, every way to divide it between device and host. The step time
 that is compared is that of what the choice changes: what is computed and sent again, and what of
-the copies no compute hides. So the answer is the best there is for these figures, and the same
-whenever they are.
+the copies no compute hides. XLA fetches a repeat's results while the repeat behind it computes, but
+awaits copies to the host at the end of their repeat, so those are counted in full. The answer is
+the best there is for these figures, and the same whenever they are.
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ class Tables(NamedTuple):
       names: in the order of the bits.
       flops, sent: what is computed, and received, again [sets].
       held: bytes of each name that are held [names, sets].
-      staged: bytes of each name on the device if it is offloaded: a group's, and a layer's that is
-        on its way [names].
+      staged: bytes of each name on the device if it is offloaded: of a group in use, of one on its
+        way, and of a layer [names].
       layers: layers that have each name [names].
     """
 
@@ -181,7 +182,7 @@ def _add(out: Tables, layer: Layer) -> None:
         out.sent[:] += layer.count * node.sent * want
         for below in node.inputs:
             wanted[below] = wanted[below] | want if below in wanted else want
-    out.staged[:] = np.maximum(out.staged, sizes * (layer.group + 1))
+    out.staged[:] = np.maximum(out.staged, sizes * (2 * layer.group + 1))
     out.layers[:] += layer.count * (sizes > 0)
 
 
@@ -200,7 +201,7 @@ def choose(layers: Sequence[Layer], budget: Budget) -> Plan:
     for number in np.lexsort((np.arange(len(again_s)), again_s)):
         if best is not None and again_s[number] > best[0]:
             break
-        found = _divided(table, int(number), budget, forward_s, backward_s + again_s[number])
+        found = _divided(table, int(number), budget, backward_s + again_s[number])
         if found is not None:
             exposed, device, host, off = found
             key = (float(again_s[number]) + exposed, device + host, host, int(number), off)
@@ -210,7 +211,7 @@ def choose(layers: Sequence[Layer], budget: Budget) -> Plan:
 
 
 def _divided(
-    table: Tables, number: int, budget: Budget, forward_s: float, backward_s: float
+    table: Tables, number: int, budget: Budget, backward_s: float
 ) -> tuple[float, float, float, int] | None:
     """The best division of a set between device and host.
 
@@ -233,7 +234,7 @@ def _divided(
     if not fits.any():
         return None
     copy_s = host / budget.host_bytes_s
-    exposed = np.maximum(copy_s - forward_s, 0) + np.maximum(copy_s - backward_s, 0)
+    exposed = copy_s + np.maximum(copy_s - backward_s, 0)
     order = np.lexsort((places, host, np.where(fits, exposed, np.inf)))
     first = order[0]
     return float(exposed[first]), float(device[first]), float(host[first]), int(places[first])
@@ -265,12 +266,9 @@ def plan_of(layers: Sequence[Layer], table: Tables, budget: Budget, held: int, o
     kept = float(table.held[:, held].sum()) - host
     staged = float(table.staged[on_host].sum())
     copy_s = host / budget.host_bytes_s
-    exposed = max(copy_s - forward_s, 0.0) + max(copy_s - backward_s - float(again_s[held]), 0.0)
+    exposed = copy_s + max(copy_s - backward_s - float(again_s[held]), 0.0)
     left = budget.device_bytes - kept - staged
-    rows = [
-        _decision(table, budget, again_s, i, held, off, left, forward_s)
-        for i in range(len(table.names))
-    ]
+    rows = [_decision(table, budget, again_s, i, held, off, left) for i in range(len(table.names))]
     return Plan(
         tuple(rows), kept, host, staged, float(table.flops[held]), float(table.flops[0]),
         forward_s, backward_s, float(again_s[held]), exposed,
@@ -278,9 +276,8 @@ def plan_of(layers: Sequence[Layer], table: Tables, budget: Budget, held: int, o
 
 
 def _decision(
-    table: Tables, budget: Budget, again_s: np.ndarray, i: int, held: int, off: int, left: float,
-    forward_s: float,
-) -> Decision:  # fmt: skip
+    table: Tables, budget: Budget, again_s: np.ndarray, i: int, held: int, off: int, left: float
+) -> Decision:
     """What became of name i, and why."""
     without, with_it = held & ~(1 << i), held | 1 << i
     size = float(table.held[i, with_it])
@@ -288,9 +285,8 @@ def _decision(
     flops = float(table.flops[without] - table.flops[with_it])
     copy_s = size / budget.host_bytes_s
     if off >> i & 1:
-        choice, reason = "offload", "no room on the device; its copies hide behind compute"
-        if copy_s > forward_s:
-            reason = "no room on the device; its copies take less than computing it again"
+        choice = "offload"
+        reason = "no room on the device; its copy takes less than computing it again"
     elif held >> i & 1:
         choice, reason = "keep", "hot: fits, and saves its recomputation"
     elif size == 0 or saves <= 0:

@@ -46,6 +46,8 @@ FLAGS = (
          "a scanned layer's gradients are scattered while the layer after computes"),
     Flag("gpu", "ahead", "xla_gpu_enable_pipelined_all_reduce", True,
          "the same for what is summed and not scattered"),
+    Flag("gpu", "within", "xla_gpu_enable_pipelined_host_offloading", True,
+         "results in host memory come back while the repeat behind theirs computes"),
     Flag("tpu", "within", "xla_enable_async_all_gather", True,
          "gathers may begin apart from their end"),
     Flag("tpu", "within", "xla_tpu_enable_async_collective_fusion_fuse_all_gather", True,

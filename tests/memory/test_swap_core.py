@@ -102,7 +102,7 @@ def test_loops_count_by_their_trips():
     assert read_graph(jax.make_jaxpr(unknown)(x, count), devices=4).flops == ONE / 4
 
 
-def brute_force(table, budget: Budget, forward_s: float, backward_s: float) -> float:
+def brute_force(table, budget: Budget, backward_s: float) -> float:
     """Least time over every choice for every name, by trying all of them."""
     best, count = np.inf, len(table.names)
     for choice in itertools.product(("keep", "offload", "recompute"), repeat=count):
@@ -114,7 +114,7 @@ def brute_force(table, budget: Budget, forward_s: float, backward_s: float) -> f
             continue
         again = table.flops[held] / budget.flops + table.sent[held] / budget.link_bytes_s
         copy = host / budget.host_bytes_s
-        exposed = max(copy - forward_s, 0) + max(copy - backward_s - again, 0)
+        exposed = copy + max(copy - backward_s - again, 0)
         best = min(best, again + exposed)
     return best
 
@@ -137,7 +137,7 @@ def test_no_choice_is_better(seed, monkeypatch):
     plan = choose([only], budget)
     assert plan == choose([only], budget)
     found = plan.again_s + plan.exposed_s
-    assert found == pytest.approx(brute_force(table, budget, plan.forward_s, plan.backward_s))
+    assert found == pytest.approx(brute_force(table, budget, plan.backward_s))
     assert plan.device_bytes <= budget.device_bytes and plan.offloaded_bytes <= budget.host_bytes
 
 
@@ -145,11 +145,15 @@ def test_budgets_decide_what_becomes_of_the_names():
     layers, size = layers_of(count=10), 4.0 * ROWS * WIDE * 10
     roomy = Budget(1e9, 1e9, 1e9, 1e9, 1e9)
     assert choose(layers, roomy).names("keep") == NAMES
-    # nothing fits on the device but two layers of each on their way; the copies hide
-    tight = roomy._replace(device_bytes=size * 0.61, host_bytes_s=1e12)
+    # nothing fits on the device but three layers of each that come and go
+    tight = roomy._replace(device_bytes=size * 0.91, host_bytes_s=1e12)
     plan = choose(layers, tight)
-    assert plan.names("offload") == NAMES and plan.exposed_s == 0 and plan.saved_share == 1
-    assert all("hide" in one.reason for one in plan.decisions)
+    assert (
+        plan.names("offload") == NAMES
+        and plan.exposed_s < 1e-3 * plan.forward_s
+        and plan.saved_share == 1
+    )
+    assert all("less than computing" in one.reason for one in plan.decisions)
     # copies so slow that computing again is faster
     slow = tight._replace(host_bytes_s=1e3)
     plan = choose(layers, slow)
