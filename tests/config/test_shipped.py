@@ -20,6 +20,7 @@ pytestmark = pytest.mark.quick
 # Name: (parameters, of them active), None where no published or counted figure is at hand.
 COUNTS = {
     "tiny": (829_352, None),
+    "tiny_vision": (362_476, None),
     "small": (223_361_568, None),
     "kimi_k3": (2_779_484_476_000, 104_189_612_640),
     "kimi_k31": (2_779_663_002_208, None),
