@@ -150,8 +150,3 @@ def count_total_and_active(parts: ModelParts) -> tuple[int, int]:
     idle = routed - routed * moe.top_k // moe.num_experts
     embedding = 0 if parts.cfg.tie_embeddings else counts["embedding"]
     return total, total - idle - embedding
-
-
-def zeros_like_abstract(tree: Any) -> Any:
-    """Zeros in the shapes of a tree of ShapeDtypeStructs."""
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)

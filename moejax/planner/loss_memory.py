@@ -71,6 +71,7 @@ def loss_memory(
             jax.value_and_grad(loss, grads), out_shardings=(NamedSharding(mesh, P()), tuple(where))
         )
         facts = run.lower(x, table, labels).compile().memory_analysis()
+    assert facts is not None  # both compilers have one
     held = facts.argument_size_in_bytes + facts.output_size_in_bytes
     temporaries = facts.temp_size_in_bytes
     if platform == "tpu":  # its temporaries count on-chip memories, its peak does not

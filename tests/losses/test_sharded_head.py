@@ -73,7 +73,7 @@ def test_chunks_of_k3_fit_a_gibibyte_and_say_why(trained):
     assert not plan.whole_head and plan.temp_bytes <= 2**30
     assert plan.vocab == LEAST_VOCAB and K3["num_rows"] % plan.rows == 0
     assert "in pieces" in plan.reason and "more than 1.00 GiB" in plan.reason
-    roomy = plan_loss(**K3, trained=trained, budget=3 * 2**29)
+    roomy = plan_loss(**K3, trained=trained, budget=3 * 2**30)
     assert roomy.rows > plan.rows  # what more there is goes to the rows
 
 
