@@ -175,8 +175,8 @@ def start_devices(options: argparse.Namespace) -> int:
     if _place_by_hand(options) or options.multihost:
         found = join()
         if is_first_process():
-            count = jax.process_count()
-            print(f"{count} processes joined ({found.by}: {found.why})", file=sys.stderr)
+            joined = jax.process_count()
+            print(f"{joined} processes joined ({found.by}: {found.why})", file=sys.stderr)
     try:
         devices = jax.devices()
     except (RuntimeError, AssertionError) as error:
