@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +18,17 @@ from moejax.config import CheckpointConfig
 from moejax.typing import PyTree
 
 _BEST_METRIC = "eval_loss"
+
+
+# Orbax counts by the clock, so that one that is set an hour ahead would fail the save in progress.
+# As long as its timers can be in milliseconds; processes that are gone are found by other means.
+_PATIENCE_S = 20 * 24 * 3600
+# What Orbax prints, in pages, of an error that `wait` raises too.
+_TOLD_TWICE = ("_SignalingThread.run() raised", "Handler Commit operations", "save_finalize")
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return not any(words in record.getMessage() for words in _TOLD_TWICE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,12 +269,15 @@ class Checkpoints:
         """The writing manager, made at the first save: it clears what a killed save left."""
         self._set_aside()
         if self._manager is None:
+            logging.getLogger("absl").addFilter(_is_news)  # once, however often it is added
             self.directory.mkdir(parents=True, exist_ok=True)
             self._keep.losses = self._read_losses()
             options = ocp.CheckpointManagerOptions(
                 create=False,
                 cleanup_tmp_directories=True,
-                async_options=ocp.AsyncOptions(post_finalization_callback=self._seal),
+                async_options=ocp.AsyncOptions(
+                    timeout_secs=_PATIENCE_S, post_finalization_callback=self._seal
+                ),
                 preservation_policy=self._keep,
             )
             self._manager = ocp.CheckpointManager(self.directory, options=options)

@@ -153,8 +153,11 @@ def _copy(stream: IO[str], shown: IO[str] | None, log: IO[str] | None, lock, num
     """Lines of a process to its log and, with its number if it is not the first, to ours."""
     for line in stream:
         if log is not None:
-            with lock:
-                log.write(line)
+            try:
+                with lock:
+                    log.write(line)
+            except OSError:  # a full disk; a reader that gave up would block the process
+                log = None
         if shown is not None and not line.startswith(_NOISE):
             shown.write(line if number == 0 else f"[{number}] {line}")
             shown.flush()

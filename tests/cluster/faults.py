@@ -45,8 +45,10 @@ class Job:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
 
         clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-        self.workdir, self.said_in = workdir, workdir.with_suffix(".said")
-        with self.said_in.open("a") as out:
+        self.workdir = workdir
+        before = len(list(workdir.parent.glob(f"{workdir.name}-*.said")))
+        self.said_in = workdir.with_name(f"{workdir.name}-{before}.said")
+        with self.said_in.open("w") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "moejax.cli.main", "launch", "local", "--processes=2",
                  "--devices-per-process=2", *launching, "--", "train", f"--workdir={workdir}",
