@@ -176,7 +176,8 @@ def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
 
 
 def _placed(leaf: jax.ShapeDtypeStruct, parts: Mapping[str, np.ndarray]) -> jax.Array:
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
         sizes = [len(range(*one.indices(n))) for one, n in zip(index, leaf.shape, strict=True)]
         return parts[_place(index, leaf.shape)].view(leaf.dtype).reshape(sizes)
 
