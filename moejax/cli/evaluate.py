@@ -214,7 +214,12 @@ def evaluate(
     params, balance = model_state(program, checkpoint)
     shard = (jax.process_index(), jax.process_count())
     batches = make_eval_batches(
-        cfg.data, tokenizer, corpus, cfg.eval.batch_size, shard=shard, max_rows=max_rows,
+        cfg.data,
+        tokenizer,
+        corpus,
+        cfg.eval.batch_size,
+        shard=shard,
+        max_rows=max_rows,
         vision=cfg.model.vision,
     )
     result = Evaluator(program, batches)(params, balance)
