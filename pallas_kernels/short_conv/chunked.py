@@ -9,21 +9,24 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dtypes import sum_dtype
+from pallas_kernels.padding import without_padding
 
 
 def short_conv(x, taps, *, segment_ids, initial_state, activation):
     """`api.short_conv` with every default filled in."""
     if initial_state is None:
         initial_state = jnp.zeros((x.shape[0], taps.shape[0] - 1, x.shape[2]), x.dtype)
-    if segment_ids is not None:
-        # the initial state belongs to the row's first document
-        segment_ids = jnp.pad(segment_ids, ((0, 0), (taps.shape[0] - 1, 0)), mode="edge")
     return _conv(activation, x, taps, segment_ids, initial_state)
 
 
-def _history(x, initial_state):
-    """x behind its initial state, [B, K-1+T, X]."""
-    return jnp.concatenate([initial_state.astype(x.dtype), x], axis=1)
+def _history(x, initial_state, segment_ids):
+    """x without padding behind its initial state, [B, K-1+T, X], and the ids of all of it."""
+    (x,) = without_padding(segment_ids, x)
+    history = jnp.concatenate([initial_state.astype(x.dtype), x], axis=1)
+    if segment_ids is None:
+        return history, None
+    # the initial state belongs to the row's first document
+    return history, jnp.pad(segment_ids, ((0, 0), (initial_state.shape[1], 0)), mode="edge")
 
 
 def _kept(j, num_taps, segment_ids, values):
@@ -55,11 +58,10 @@ def _sum_of_taps(history, taps, segment_ids, dtype):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _conv(activation, x, taps, segment_ids, initial_state):
-    history = _history(x, initial_state)
-    y = _sum_of_taps(history, taps, segment_ids, sum_dtype(x, taps))
-    y = jax.nn.silu(y) if activation == "silu" else y
-    final_state = history[:, x.shape[1] :]
-    return y.astype(x.dtype), _in_last_document(final_state, segment_ids)
+    history, ids = _history(x, initial_state, segment_ids)
+    y = _sum_of_taps(history, taps, ids, sum_dtype(x, taps))
+    (y,) = without_padding(segment_ids, jax.nn.silu(y) if activation == "silu" else y)
+    return y.astype(x.dtype), _in_last_document(history[:, x.shape[1] :], ids)
 
 
 def _conv_fwd(activation, x, taps, segment_ids, initial_state):
@@ -72,25 +74,23 @@ def _conv_bwd(activation, residuals, cotangents):
     dy, d_final = cotangents
     dtype = sum_dtype(x, taps)
     K, T = taps.shape[0], x.shape[1]
-    history = _history(x, initial_state)
-    dy = dy.astype(dtype)
+    history, ids = _history(x, initial_state, segment_ids)
+    (dy,) = without_padding(segment_ids, dy.astype(dtype))
     if activation == "silu":
-        y = _sum_of_taps(history, taps, segment_ids, dtype)
+        y = _sum_of_taps(history, taps, ids, dtype)
         gate = jax.nn.sigmoid(y)
         dy = dy * gate * (1 + y * (1 - gate))
-    d_history = jnp.pad(
-        _in_last_document(d_final.astype(dtype), segment_ids), ((0, 0), (T, 0), (0, 0))
-    )
+    d_history = jnp.pad(_in_last_document(d_final.astype(dtype), ids), ((0, 0), (T, 0), (0, 0)))
     d_taps_K = []
     for j in range(K):
-        d_term = _kept(j, K, segment_ids, dy)
+        d_term = _kept(j, K, ids, dy)
         seen = history[:, j : j + T].astype(dtype)
         d_taps_K.append(jnp.sum(d_term * seen, axis=(0, 1)))
         shifted = jnp.pad(taps[j].astype(dtype) * d_term, ((0, 0), (j, K - 1 - j), (0, 0)))
         d_history = d_history + shifted
-    d_state, dx = d_history[:, : K - 1], d_history[:, K - 1 :]
+    (dx,) = without_padding(segment_ids, d_history[:, K - 1 :])
     d_taps = jnp.stack(d_taps_K).astype(taps.dtype)
-    return dx.astype(x.dtype), d_taps, None, d_state.astype(initial_state.dtype)
+    return dx.astype(x.dtype), d_taps, None, d_history[:, : K - 1].astype(initial_state.dtype)
 
 
 _conv.defvjp(_conv_fwd, _conv_bwd)

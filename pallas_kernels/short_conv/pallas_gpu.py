@@ -32,7 +32,7 @@ def short_conv(x, taps, *, segment_ids, initial_state, activation):
             "many positions or more"
         )
     if segment_ids is None:
-        segment_ids = jnp.zeros(x.shape[:2], jnp.int32)
+        segment_ids = jnp.ones(x.shape[:2], jnp.int32)
     return _conv(activation, x, taps, segment_ids.astype(jnp.int32))
 
 
@@ -53,7 +53,7 @@ def _conv_bwd(activation, args, cotangents):
     dx_BTX, d_taps_KX = _gradient(activation, x_BTX, taps_KX, segment_ids_BT, dy_BTX)
     # the final state is the last K - 1 inputs of the last document
     last = slice(x_BTX.shape[1] - taps_KX.shape[0] + 1, None)
-    same_BK = segment_ids_BT[:, last] == segment_ids_BT[:, -1:]
+    same_BK = (segment_ids_BT[:, last] == segment_ids_BT[:, -1:]) & (segment_ids_BT[:, last] != 0)
     d_state_BKX = jnp.where(same_BK[..., None], d_state_BKX, jnp.zeros((), d_state_BKX.dtype))
     return dx_BTX.at[:, last].add(d_state_BKX.astype(dx_BTX.dtype)), d_taps_KX, None
 
@@ -130,11 +130,13 @@ def _body(walk, x_ref, dy_ref, segments_ref, taps_ref, dx_ref, d_taps_ref):
         queue, past_x, past_d, past_segment, d_taps = carry
         x, dy, segment = queue[0]
         # index k: k positions ago
-        xs = (x.astype(jnp.float32), *past_x)
+        real = segment != 0
+        xs = (jnp.where(real, x.astype(jnp.float32), 0), *past_x)
         segments = (segment, *past_segment)
         xs_seen = [jnp.where(segments[k] == segment, xs[k], 0) for k in range(K)]
         total = sum(taps[K - 1 - k] * xs_seen[k] for k in range(K))
-        ds = (walk.d_sum(total, dy.astype(jnp.float32)), *past_d)
+        # a position of padding has no gradient: it meets only others of padding
+        ds = (walk.d_sum(total, jnp.where(real, dy.astype(jnp.float32), 0)), *past_d)
         # positions past the end are another program's, but reach back into this one's
         own = jnp.where(t < end, ds[0], 0)
         d_taps = tuple(d_taps[j] + own * xs_seen[K - 1 - j] for j in range(K))

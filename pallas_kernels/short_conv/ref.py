@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dtypes import sum_dtype
+from pallas_kernels.padding import without_padding
 
 
 def short_conv(x, taps, *, segment_ids, initial_state, activation):
@@ -12,9 +13,9 @@ def short_conv(x, taps, *, segment_ids, initial_state, activation):
     B, T, X = x.shape
     if initial_state is None:
         initial_state = jnp.zeros((B, taps.shape[0] - 1, X), dtype)
-    if segment_ids is None:
-        segment_ids = jnp.ones((B, T), jnp.int32)
-    previous = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
+    (x,) = without_padding(segment_ids, x)
+    ids = jnp.ones((B, T), jnp.int32) if segment_ids is None else segment_ids
+    starts = ids != jnp.concatenate([ids[:, :1], ids[:, :-1]], axis=1)
 
     def step(history_BKX, inputs):
         x_BX, starts_B = inputs
@@ -23,6 +24,7 @@ def short_conv(x, taps, *, segment_ids, initial_state, activation):
         y_BX = jnp.sum(window * taps.astype(dtype), axis=1)
         return window[:, 1:], jax.nn.silu(y_BX) if activation == "silu" else y_BX
 
-    xs = (jnp.moveaxis(x.astype(dtype), 1, 0), jnp.moveaxis(segment_ids != previous, 1, 0))
+    xs = (jnp.moveaxis(x.astype(dtype), 1, 0), jnp.moveaxis(starts, 1, 0))
     state, y = jax.lax.scan(step, initial_state.astype(dtype), xs)
-    return jnp.moveaxis(y, 0, 1).astype(x.dtype), state.astype(x.dtype)
+    (y,) = without_padding(segment_ids, jnp.moveaxis(y, 0, 1))
+    return y.astype(x.dtype), state.astype(x.dtype)

@@ -60,6 +60,31 @@ def test_packed_equals_alone(impl):
         assert (before[:, :12] != after[:, :12]).any()
 
 
+@pytest.mark.parametrize("impl", (*IMPLS, "pallas_gpu"))
+@pytest.mark.parametrize("ends", ["padded", "real"])
+def test_nan_in_padding_reaches_nothing(impl, ends):
+    """Padding in front, between documents and at the end, in x and in the cotangent."""
+    row = [0] * 2 + [1] * 7 + [0] * 2 + [2] * 8 + [0] * (4 if ends == "padded" else 0)
+    segments, T = jnp.array([row], jnp.int32), len(row)
+    x, dy = (jax.random.normal(jax.random.key(i), (1, T, 6)) for i in range(2))
+    taps = jax.random.normal(jax.random.key(2), (4, 6))
+
+    @jax.jit
+    def results(x, dy):
+        run = lambda x, taps: short_conv(x, taps, segment_ids=segments, impl=impl)  # noqa: E731
+        (y, state), pullback = jax.vjp(run, x, taps)
+        return y, state, *pullback((dy, jnp.ones_like(state)))
+
+    padding = (segments == 0)[..., None]
+    spoilt = results(jnp.where(padding, jnp.nan, x), jnp.where(padding, jnp.nan, dy))
+    for a, b in zip(spoilt, results(x, dy), strict=True):
+        assert jnp.isfinite(a).all()
+        np.testing.assert_array_equal(a, b)
+    for a in (spoilt[0], spoilt[2]):
+        np.testing.assert_array_equal(jnp.where(padding, a, 0), 0)
+    assert jnp.any(spoilt[1]) == (ends == "real")
+
+
 @pytest.mark.parametrize("cut", [1, 2, 3, 17])
 def test_two_runs_with_carried_state_equal_one(cut):
     inputs = specs.make_inputs(specs.Case(2, 20, 4, 6, documents=(5, 15)))
