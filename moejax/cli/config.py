@@ -69,7 +69,8 @@ def _parser() -> Parser:
     parser.add_argument("--params", action="store_true", help="only the parameter counts")
     parser.add_argument("--sharding", action="store_true", help="only the sharding table")
     parser.add_argument(
-        "--memory", action="store_true",
+        "--memory",
+        action="store_true",
         help="only what the layers' results weigh until the backward pass, by name, and what "
         "train.remat and swap do with each",
     )

@@ -270,10 +270,10 @@ def _leaving(policy: Policy, leaves: list, args: tuple) -> list[bool]:
     """Of what a layer's backward function holds, what goes to host memory."""
     if not policy.offload:
         return [False] * len(leaves)
-    *static, carry, x, consts = args
+    body, once, wanted, carry, x, consts = args
 
     def held(carry, x):
-        return jax.tree.leaves(_vjp(policy, *static, carry, x, consts)[2])
+        return jax.tree.leaves(_vjp(policy, body, once, wanted, carry, x, consts)[2])
 
     found = jax.make_jaxpr(held)(carry, x).out_avals
     assert [a.shape for a in found] == [a.shape for a in leaves]

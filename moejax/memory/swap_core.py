@@ -26,14 +26,14 @@ class Layer(NamedTuple):
 
     Attributes:
       kind: in words.
-      count: how many.
+      number: how many.
       forward: graph of the forward pass.
       backward: graph of the gradient, with the forward pass once more.
       group: so many stand in a row, and leave for the host together.
     """
 
     kind: str
-    count: int
+    number: int
     forward: Graph
     backward: Graph
     group: int = 1
@@ -175,15 +175,15 @@ def _add(out: Tables, layer: Layer) -> None:
             continue
         if node.name:
             i = place[node.name]
-            out.held[i] += layer.count * node.size * (want & kept[i])
+            out.held[i] += layer.number * node.size * (want & kept[i])
             sizes[i] += node.size
             want = want & ~kept[i]
-        out.flops[:] += layer.count * node.flops * want
-        out.sent[:] += layer.count * node.sent * want
+        out.flops[:] += layer.number * node.flops * want
+        out.sent[:] += layer.number * node.sent * want
         for below in node.inputs:
             wanted[below] = wanted[below] | want if below in wanted else want
     out.staged[:] = np.maximum(out.staged, sizes * (2 * layer.group + 1))
-    out.layers[:] += layer.count * (sizes > 0)
+    out.layers[:] += layer.number * (sizes > 0)
 
 
 def choose(layers: Sequence[Layer], budget: Budget) -> Plan:
@@ -242,8 +242,8 @@ def _divided(
 
 def passes(layers: Sequence[Layer], budget: Budget) -> tuple[float, float]:
     """Seconds of the forward and the backward pass of all layers, nothing computed again."""
-    forward = sum(one.count * one.forward.flops for one in layers)
-    backward = sum(one.count * one.backward.backward_flops() for one in layers)
+    forward = sum(one.number * one.forward.flops for one in layers)
+    backward = sum(one.number * one.backward.backward_flops() for one in layers)
     return forward / budget.flops, backward / budget.flops
 
 

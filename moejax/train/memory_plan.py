@@ -41,7 +41,7 @@ def trace_layers(program: Program) -> list[Layer]:
     Operators are traced in their chunked form, whose structure every platform's kernels share.
     """
     shape = dict(program.mesh.shape)
-    mesh = getattr(program.mesh, "abstract_mesh", program.mesh)
+    mesh: Any = getattr(program.mesh, "abstract_mesh", program.mesh)
     adapters = program.parts.options["adapters"]
     known: dict[Any, tuple[Graph, Graph]] = {}
     found = []
@@ -174,8 +174,9 @@ def _state(program: Program) -> Residual:
     rows = cfg.data.batch_size // cfg.train.accumulation
     places = num_sources(cfg.model.num_layers, cfg.model.attn_res_block)
     shape = (places, rows, cfg.data.seq_len, cfg.model.dim)
-    sources = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.train.compute_dtype))
-    return Residual(sources, jax.ShapeDtypeStruct((), jnp.int32))
+    sources: Any = jax.ShapeDtypeStruct(shape, jnp.dtype(cfg.train.compute_dtype))
+    last: Any = jax.ShapeDtypeStruct((), jnp.int32)
+    return Residual(sources, last)
 
 
 def _layer(program: Program, s: int, r: int, trained, sources, frozen, balance, ids, last, key):
