@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import _tpu
 from pallas_kernels.grouped_matmul import (
     differentiated,
     pallas_tpu_rows,
@@ -15,17 +16,21 @@ from pallas_kernels.grouped_matmul import (
     worklist,
 )
 
+_LANES = 128
+
 
 def grouped_matmul(rows_RK, weights, group_sizes_E, *, activation, situ_betas, lora_scale):
     """As `chunked.grouped_matmul`; sizes of tiles are those of `tiles`.
 
     Raises:
       NotImplementedError: a dtype other than float32 and bfloat16, or more than one; packed weights
-        whose K has no tile.
+        whose K has no tile; gate and up side by side, of which one has no whole tiles of lanes.
     """
     differentiated.check(rows_RK, weights)
+    width = weights["base"].shape[2] // (1 if activation is None else 2)
+    if activation is not None and width % _LANES and not _tpu.interpreted():
+        raise NotImplementedError(f"gate and up of {width} columns, not a multiple of {_LANES}")
     if rows_RK.shape[0] == 0:
-        width = weights["base"].shape[2] // (1 if activation is None else 2)
         return jnp.zeros((0, width), rows_RK.dtype)
     mode = differentiated.Mode(_ENGINE, activation, situ_betas, lora_scale)
     return differentiated.grouped_matmul(mode, rows_RK, weights, group_sizes_E)

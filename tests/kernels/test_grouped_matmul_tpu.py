@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pallas_kernels import choose
 from pallas_kernels.grouped_matmul import grouped_matmul, pallas_tpu_rows, tiles, worklist
 from pallas_kernels.testing import relative_rms
 from tests.kernels import grouped_kernels
@@ -114,3 +115,19 @@ def test_columns_of_a_tile(depth, width, packed_rows):
     assert cols == width or cols % (256 if packed_rows else 128) == 0
     assert cols * depth * 2 <= 6 << 20
     assert width % cols == 0
+
+
+@pytest.mark.parametrize(("columns", "impl"), [(128, "pallas_tpu"), (96, "chunked")])
+def test_it_is_chosen_on_a_tpu_where_gate_and_up_have_whole_tiles(columns, impl):
+    rows, sizes = jnp.ones((64, 32)), jnp.full(4, 16)
+
+    def product(rows, weights):
+        return grouped_matmul(rows, weights, sizes, activation="swiglu")
+
+    with choose.lowering_for("tpu"), choose.recording() as choices:
+        jax.eval_shape(product, rows, jax.ShapeDtypeStruct((4, 32, 2 * columns), jnp.float32))
+    (choice,) = choices["grouped_matmul"]
+    assert choice.impl == impl
+    if impl == "chunked":
+        ((name, why),) = choice.refused
+        assert (name, why) == ("pallas_tpu", "gate and up of 96 columns, not a multiple of 128")
