@@ -3,7 +3,9 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import choose
+from pallas_kernels.checks import check_float, check_int, check_rank, is_int
 from pallas_kernels.kda import chunked, composed, pallas_gpu, pallas_tpu, ref
+from pallas_kernels.padding import without_padding
 
 _IMPLS = {
     "pallas_gpu": pallas_gpu.kda,
@@ -49,7 +51,8 @@ def kda(
       log_decay: natural log of the decay, at most 0; float32 whatever q is.
       beta: write strength in [0, 1].
       segment_ids: documents packed into a row, each one run of equal ids; 0 is padding, which
-        neither writes nor decays. None: every row is one document.
+        neither writes nor decays, may hold NaN, and has outputs and gradients of 0. None: every
+        row is one document.
       initial_state: state before position 0, for the first document of the row; zeros if None.
       scale: H ** -0.5 if None.
       chunk: positions handled at once, a power of two. Changes speed and rounding, not meaning.
@@ -58,12 +61,13 @@ def kda(
       Output in v's dtype, and the state after position T-1 (of the document that T-1 belongs to,
       so zero after padding at the end) in float32. Sums are float64 if an input is.
     Raises:
-      ValueError: shapes disagree, T is 0, or `chunk` is not a power of two.
+      ValueError: shapes disagree, one is empty, a dtype is of another kind, or `chunk` is not a
+        power of two.
       NotImplementedError: `impl` was named and cannot run these arguments.
     Source: Kimi Linear, arXiv:2510.26692, equation 1 and section 4.
     """
     _check(q, k, v, {"log_decay": log_decay, "beta": beta}, segment_ids, initial_state, chunk)
-    log_decay, beta = composed.without_padding(log_decay, beta, segment_ids)
+    log_decay, beta = without_padding(segment_ids, log_decay, beta)
     return choose.first_that_runs(
         _IMPLS, choose.candidates(_IMPLS, _ORDER, impl), q, k, v, log_decay, beta,
         segment_ids=segment_ids, initial_state=initial_state, scale=_scale(scale, q), chunk=chunk,
@@ -110,6 +114,7 @@ def kda_fused(
         raise ValueError(f"lower_bound={lower_bound} is not negative. Use e.g. -5, or None.")
     inputs = {"gate": gate, "beta_logits": beta_logits}
     _check(q, k, v, inputs, segment_ids, initial_state, chunk)
+    check_float(a_log=a_log, dt_bias=dt_bias)
     heads = gate.shape[2:]
     if a_log.shape != heads[:1] or dt_bias.shape != heads:
         raise ValueError(
@@ -132,12 +137,12 @@ def _scale(scale, q):
 def _check(q, k, v, per_head, segment_ids, initial_state, chunk):
     """`per_head`: by name, what decays and write strengths come from."""
     (decay_name, decay), (beta_name, beta) = per_head.items()
-    if q.ndim != 4 or v.ndim != 4:
-        raise ValueError(f"q {q.shape} and v {v.shape} must be [B, T, heads, width].")
+    check_rank("q", q, "B+ T+ N+ H+")
+    check_rank("v", v, "B+ T+ Nv+ h+")
+    check_float(q=q, k=k, v=v, initial_state=initial_state, **per_head)
+    check_int(segment_ids=segment_ids)
     B, T, N, H = q.shape
     Nv, h = v.shape[2:]
-    if T == 0:
-        raise ValueError("the sequence is empty (T = 0). Give at least one position.")
     if Nv % N:
         raise ValueError(f"v has {Nv} heads, q has {N}. Use a multiple of {N} for v.")
     wanted = {
@@ -151,5 +156,5 @@ def _check(q, k, v, per_head, segment_ids, initial_state, chunk):
     for name, (array, shape) in wanted.items():
         if array is not None and array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}; q {q.shape} and v need {shape}.")
-    if chunk < 1 or chunk & (chunk - 1):
-        raise ValueError(f"chunk={chunk} is not a power of two. Use 16, 32, 64 or 128.")
+    if not is_int(chunk) or chunk < 1 or chunk & (chunk - 1):
+        raise ValueError(f"chunk={chunk!r} is not a power of two. Use 16, 32, 64 or 128.")

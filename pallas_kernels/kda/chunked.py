@@ -76,14 +76,14 @@ def _positions_first(x_KBNcW):
 
 
 def _load(i, K, chunk, scale, dtype, q, k, v, log_decay, beta, segment_ids) -> _Group:
-    """Group `i` of the whole arrays; q and k repeated for grouped values."""
+    """Group `i` of the whole arrays, 0 in padding; q and k repeated for grouped values."""
     group = v.shape[2] // q.shape[2]
+    ids = entry = None
 
     def load(x, group=1):
-        x = _chunks_first(x, i, K, chunk, dtype)
+        x = _real(_chunks_first(x, i, K, chunk, dtype), ids)
         return jnp.repeat(x, group, axis=2) if group > 1 else x
 
-    ids = entry = None
     if segment_ids is not None:
         whole = segment_ids[:, :, None, None]
         ids = _chunks_first(whole, i, K, chunk, segment_ids.dtype)
@@ -96,6 +96,11 @@ def _load(i, K, chunk, scale, dtype, q, k, v, log_decay, beta, segment_ids) -> _
             ids, entry,
         )
     )  # fmt: skip
+
+
+def _real(x_KBNcW, ids_KB1c1):
+    """0 in padding. Here, where a group is loaded, no copy of a whole array is made for it."""
+    return x_KBNcW if ids_KB1c1 is None else jnp.where(ids_KB1c1 != 0, x_KBNcW, 0)
 
 
 class _Inside(NamedTuple):
@@ -191,7 +196,7 @@ def _kda_bwd(scale, chunk, groups, residuals, cotangents):
     def step(d_exit, i_and_kept):
         i, (entries, triangles) = i_and_kept
         x = _load(i, K, chunk, scale, dtype, *inputs)
-        d_out_K = _chunks_first(d_out, i, K, chunk, dtype)
+        d_out_K = _real(_chunks_first(d_out, i, K, chunk, dtype), x.ids_KB1c1)
         dq, dk, dv, dg, d_beta, d_entry = _group_vjp(x, entries, triangles, d_out_K, d_exit)
         grads = (_group_sum(scale * dq, group), _group_sum(dk, group), dv, dg, d_beta)
         pairs = zip(grads, inputs, strict=False)  # segment ids, last of the inputs, have none

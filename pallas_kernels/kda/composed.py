@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels.kda import gates
+from pallas_kernels.padding import without_padding
 
 
 def fused(recurrence: Callable[..., Any]) -> Callable[..., Any]:
@@ -15,10 +16,13 @@ def fused(recurrence: Callable[..., Any]) -> Callable[..., Any]:
         q, k, v, gate, beta_logits, a_log, dt_bias, *, lower_bound, segment_ids, initial_state,
         scale, chunk, return_transition,
     ):  # fmt: skip
+        # before the nonlinear parts, whose derivatives at NaN times 0 are NaN
+        q, k, gate, beta_logits = without_padding(segment_ids, q, k, gate, beta_logits)
         q, k = gates.unit_length(q), gates.unit_length(k)
         log_decay = gates.log_decay(gate, a_log, dt_bias, lower_bound)
         beta = gates.write_strength(beta_logits)
-        log_decay, beta = without_padding(log_decay, beta, segment_ids)
+        # and after them: nothing decays, nothing is written
+        log_decay, beta = without_padding(segment_ids, log_decay, beta)
         options = {"segment_ids": segment_ids, "scale": scale, "chunk": chunk}
 
         def run(values, entry):
@@ -30,14 +34,6 @@ def fused(recurrence: Callable[..., Any]) -> Callable[..., Any]:
         return with_transition(run, v.astype(log_decay.dtype), q.shape[-1], v.dtype, initial_state)
 
     return kda_fused
-
-
-def without_padding(log_decay, beta, segment_ids):
-    """No decay and nothing written at positions of id 0."""
-    if segment_ids is None:
-        return log_decay, beta
-    real = segment_ids != 0
-    return jnp.where(real[..., None, None], log_decay, 0), jnp.where(real[..., None], beta, 0)
 
 
 def with_transition(run, v, H, dtype, initial_state):

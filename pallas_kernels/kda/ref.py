@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.dtypes import sum_dtype
+from pallas_kernels.padding import without_padding
 
 
 def kda(q, k, v, log_decay, beta, *, segment_ids, initial_state, scale, chunk):
@@ -12,12 +13,12 @@ def kda(q, k, v, log_decay, beta, *, segment_ids, initial_state, scale, chunk):
     dtype = sum_dtype(q, k, v, log_decay, beta)
     B, T, Nv, h = v.shape
     H, group = q.shape[-1], Nv // q.shape[2]
+    q, k, v = without_padding(segment_ids, q, k, v)
     q, k = (jnp.repeat(x.astype(dtype), group, axis=2) for x in (q, k))
     if initial_state is None:
         initial_state = jnp.zeros((B, Nv, H, h), dtype)
-    if segment_ids is None:
-        segment_ids = jnp.ones((B, T), jnp.int32)
-    previous = jnp.concatenate([segment_ids[:, :1], segment_ids[:, :-1]], axis=1)
+    ids = jnp.ones((B, T), jnp.int32) if segment_ids is None else segment_ids
+    starts = ids != jnp.concatenate([ids[:, :1], ids[:, :-1]], axis=1)
 
     def step(state_BNHh, inputs):
         q_BNH, k_BNH, v_BNh, g_BNH, beta_BN, starts_B = inputs
@@ -29,9 +30,10 @@ def kda(q, k, v, log_decay, beta, *, segment_ids, initial_state, scale, chunk):
         return state_BNHh, scale * _read(state_BNHh, q_BNH)
 
     floats = tuple(x.astype(dtype) for x in (q, k, v, log_decay, beta))
-    xs = tuple(jnp.moveaxis(x, 1, 0) for x in (*floats, segment_ids != previous))
+    xs = tuple(jnp.moveaxis(x, 1, 0) for x in (*floats, starts))
     state, out = jax.lax.scan(step, initial_state.astype(dtype), xs)
-    return jnp.moveaxis(out, 0, 1).astype(v.dtype), state
+    (out,) = without_padding(segment_ids, jnp.moveaxis(out, 0, 1))
+    return out.astype(v.dtype), state
 
 
 def _read(state_BNHh, key_BNH):

@@ -196,6 +196,50 @@ def test_padding_does_not_write_or_decay():
     np.testing.assert_array_equal(state, start)
 
 
+SPOILT = {
+    "kda": ("q", "k", "v", "log_decay", "beta"),
+    "kda_fused": ("q", "k", "v", "gate", "beta_logits"),
+}
+
+
+@pytest.mark.parametrize(
+    "op, impl",
+    [
+        ("kda", "chunked"), ("kda", "ref"), ("kda_fused", "chunked"), ("kda_fused", "ref"),
+        ("kda_fused", "pallas_gpu"), ("kda_fused", "pallas_tpu"),
+        pytest.param("kda", "pallas_gpu", marks=pytest.mark.slow),
+        pytest.param("kda", "pallas_tpu", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_nan_in_padding_reaches_nothing(op, impl):
+    """Padding in front, between documents and at the end, in inputs and in the cotangent."""
+    inputs = specs.make_inputs(specs.Case(2, 24, 1, 16, 16, initial_state=True))
+    if op == "kda_fused":
+        inputs |= {"gate": inputs.pop("log_decay"), "beta_logits": inputs.pop("beta")}
+        inputs |= {"a_log": jnp.array([0.1]), "dt_bias": jnp.ones((1, 16))}
+    inputs.pop("segment_ids")
+    rows = [0] * 3 + [1] * 7 + [0] * 2 + [2] * 8 + [0] * 4, [1] * 10 + [0] * 6 + [2] * 8
+    segments = jnp.array(rows, jnp.int32)
+    fn = {"kda": kda, "kda_fused": kda_fused}[op]
+
+    @quick
+    def results(inputs, d_out):
+        run = lambda a: fn(**a, segment_ids=segments, impl=impl, chunk=16)  # noqa: E731
+        (out, state), pullback = jax.vjp(run, inputs)
+        return {"out": out, "state": state, **pullback((d_out, jnp.cos(state)))[0]}
+
+    padding = (segments == 0)[..., None, None]
+    spoil = lambda a: jnp.where(padding[..., 0] if a.ndim == 3 else padding, jnp.nan, a)  # noqa: E731
+    d_out = jnp.cos(jnp.arange(768.0)).reshape(2, 24, 1, 16)
+    clean = results(inputs, d_out)
+    spoilt = {**inputs, **{n: spoil(inputs[n]) for n in SPOILT[op]}}
+    for name, a in results(spoilt, spoil(d_out)).items():
+        assert jnp.isfinite(a).all() and jnp.any(a), name
+        np.testing.assert_array_equal(a, clean[name], err_msg=name)
+        if name in ("out", *SPOILT[op]):
+            np.testing.assert_array_equal(a[segments == 0], 0, err_msg=name)
+
+
 def test_later_positions_leave_earlier_ones_bit_equal():
     inputs = specs.make_inputs(specs.Case(1, 100, 2, 16, 8, log_decay=-3.0))
     out, _ = run(**inputs)
