@@ -5,6 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import choose
 from pallas_kernels.attn_res import chunked, pallas_gpu, pallas_tpu, ref
+from pallas_kernels.checks import check_float, check_int, check_rank
 
 _IMPLS = {
     "pallas_gpu": pallas_gpu.attn_res,
@@ -43,9 +44,11 @@ def attn_res(
     Returns:
       [B, T, D] in the sources' dtype.
     Raises:
-      ValueError: a static `num_sources` is outside 1..X, or `impl` is unknown.
+      ValueError: shapes disagree, a dtype is of another kind, a static `num_sources` is outside
+        1..X, eps is negative, or `impl` is unknown.
     Source: Attention Residuals, as in Kimi K3.
     """
+    _check(query, norm_weight, sources, num_sources, eps)
     if isinstance(num_sources, int | np.integer):
         num_sources = int(num_sources)
     num_given = sources.shape[0]
@@ -55,3 +58,21 @@ def attn_res(
     names = choose.candidates(_IMPLS, _ORDER, impl)
     options = {"num_sources": limit, "eps": eps}
     return choose.first_that_runs(_IMPLS, names, query, norm_weight, sources, **options)
+
+
+def _check(query, norm_weight, sources, num_sources, eps) -> None:
+    check_rank("sources", sources, "X B T D")
+    for name, vector in (("query", query), ("norm_weight", norm_weight)):
+        check_rank(name, vector, "D")
+        if vector.shape != sources.shape[-1:]:
+            raise ValueError(
+                f"{name} has shape {vector.shape}; sources {sources.shape} need "
+                f"{sources.shape[-1:]}."
+            )
+    check_float(query=query, norm_weight=norm_weight, sources=sources)
+    if isinstance(num_sources, float):
+        raise ValueError(f"num_sources={num_sources} is a float; give an integer, or None for all.")
+    if hasattr(num_sources, "dtype"):
+        check_int(num_sources=num_sources)
+    if not eps >= 0:
+        raise ValueError(f"eps={eps} is negative. Use e.g. 1e-6.")

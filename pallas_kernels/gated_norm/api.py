@@ -3,6 +3,7 @@
 from jaxtyping import Array, Float
 
 from pallas_kernels import choose
+from pallas_kernels.checks import check_float
 from pallas_kernels.gated_norm import chunked, pallas_gpu, pallas_tpu, ref
 
 _IMPLS = {
@@ -38,7 +39,7 @@ def gated_norm(
     Returns:
       y in x's dtype, rounded once.
     Raises:
-      ValueError: shapes disagree, or eps is negative.
+      ValueError: shapes disagree, a dtype is not floating, or eps is negative.
       NotImplementedError: `impl` was named and cannot run these arguments.
     Source: the output norm of Kimi Linear, arXiv:2510.26692.
     """
@@ -47,6 +48,7 @@ def gated_norm(
             f"gate has shape {gate.shape} and weight {weight.shape}; "
             f"x {x.shape} needs {x.shape} and {x.shape[-1:]}."
         )
+    check_float(x=x, gate=gate, weight=weight)
     if not eps >= 0:
         raise ValueError(f"eps={eps} is negative. Use e.g. 1e-5.")
     names = choose.candidates(_IMPLS, _ORDER, impl)

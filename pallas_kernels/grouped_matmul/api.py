@@ -3,6 +3,7 @@
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from pallas_kernels import choose
+from pallas_kernels.checks import check_float, check_int, check_rank
 from pallas_kernels.grouped_matmul import activation as activations
 from pallas_kernels.grouped_matmul import chunked, mxfp4, pallas_gpu, pallas_tpu, ref
 
@@ -54,13 +55,21 @@ def grouped_matmul(
     Returns:
       [R, F], or [R, F / 2] with an activation, in rows' dtype.
     Raises:
-      ValueError: shapes disagree, `activation` or `impl` is unknown, F is odd with one.
+      ValueError: shapes disagree, one is empty (R may be 0), a dtype is of another kind,
+        `activation` or `impl` is unknown, F is odd with one, or `situ_betas` are not positive.
     Source: README.md beside this file.
     """
+    check_rank("rows", rows, "R K+")
+    check_rank("weights", weights, "E+ K+ F+")
+    check_rank("group_sizes", group_sizes, "E")
+    check_float(rows=rows)
+    check_int(group_sizes=group_sizes)
     E, K, F = weights.shape
     if scales is not None:
         _check_packed(weights, scales)
         K *= 2
+    else:
+        check_float(weights=weights)
     if E != group_sizes.shape[0] or K != rows.shape[1]:
         raise ValueError(
             f"rows {rows.shape}, weights {weights.shape}, sizes {group_sizes.shape} disagree. "
@@ -75,18 +84,30 @@ def grouped_matmul(
             f"weights have {F} columns, which do not halve into gate and up. "
             "Give 2 * inner columns."
         )
+    if activation == "situ":
+        _check_betas(situ_betas)
     tree = {"base": weights}
     if scales is not None:
         tree["scales"] = scales
     if lora is not None:
-        _check_lora(*lora, (E, K, F))
+        _check_lora(lora, (E, K, F))
         tree["a"], tree["b"] = lora
     names = choose.candidates(_IMPLS, _ORDER, impl)
     options = {"activation": activation, "situ_betas": situ_betas, "lora_scale": float(lora_scale)}
     return choose.first_that_runs(_IMPLS, names, rows, tree, group_sizes, **options)
 
 
+def _check_betas(betas) -> None:
+    pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not pair or betas[0] is None or not all(b is None or b > 0 for b in betas):
+        raise ValueError(
+            f"situ_betas={betas!r} is no pair of positive numbers. Give e.g. (4.0, 25.0), or None "
+            "for the second."
+        )
+
+
 def _check_packed(weights, scales) -> None:
+    check_rank("scales", scales, "E K/32 F")
     E, half, F = weights.shape
     if (weights.dtype, scales.dtype) != ("uint8", "uint8"):
         raise ValueError(
@@ -99,8 +120,14 @@ def _check_packed(weights, scales) -> None:
         )
 
 
-def _check_lora(a, b, shape: tuple[int, int, int]) -> None:
+def _check_lora(lora, shape: tuple[int, int, int]) -> None:
     E, K, F = shape
+    if not isinstance(lora, tuple | list) or len(lora) != 2:
+        raise ValueError(f"lora is a {type(lora).__name__}, not two adapters. Give (a, b).")
+    a, b = lora
+    check_rank("lora a", a, "K Q+" if getattr(a, "ndim", 3) == 2 else "E K Q+")
+    check_rank("lora b", b, "E Q+ F")
+    check_float(**{"lora a": a, "lora b": b})
     rank = a.shape[-1]
     if a.shape not in ((E, K, rank), (K, rank)) or b.shape != (E, rank, F):
         raise ValueError(

@@ -3,9 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels import choose
+from pallas_kernels.checks import check_float, check_int, check_rank, is_int
+from pallas_kernels.dtypes import sum_dtype
 from pallas_kernels.linear_xent import chunked, pallas_gpu, ref
 
 _IMPLS: dict[str, Callable[..., Any]] = {
@@ -39,7 +42,7 @@ def linear_xent(
     formed together with the loss; when the weight is not differentiated its part is left out.
 
     Args:
-      x: [M, D], bfloat16 or float32; rows whose label is ignored may hold anything.
+      x: [M, D], bfloat16 or float32, M from 0; rows whose label is ignored may hold anything.
       weight: [V, D]; with `vocab_axis` this shard's rows of it, shards equal in size.
       labels: integers [M], each `ignore` or in [0, V), V counting all shards; already aligned.
       label_smoothing: in [0, 1).
@@ -54,8 +57,14 @@ def linear_xent(
     Returns:
       Sum of the losses, float32 (float64 for such inputs), and the number of labels, int32.
     Raises:
-      ValueError: shapes disagree, or a number is outside its range.
+      ValueError: shapes disagree, V or D is 0, a dtype is of another kind, or a number is outside
+        its range.
     """
+    check_rank("x", x, "M D+")
+    check_rank("weight", weight, "V+ D+")
+    check_rank("labels", labels, "M")
+    check_float(x=x, weight=weight)
+    check_int(labels=labels)
     if x.shape[1] != weight.shape[1] or x.shape[0] != labels.shape[0]:
         raise ValueError(
             f"x {x.shape}, weight {weight.shape}, labels {labels.shape} disagree. "
@@ -63,13 +72,15 @@ def linear_xent(
         )
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing={label_smoothing} is outside [0, 1).")
-    if z_loss < 0:
-        raise ValueError(f"z_loss={z_loss} is negative. Use 0 for none.")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"soft_cap={soft_cap} is not positive. Use None for none.")
+    if not z_loss >= 0:
+        raise ValueError(f"z_loss={z_loss} is not 0 or more. Use 0 for none.")
+    if soft_cap is not None and not 0 < soft_cap < float("inf"):
+        raise ValueError(f"soft_cap={soft_cap} is not positive and finite. Use None for none.")
     for name, size in (("rows", rows_per_chunk), ("vocab", vocab_per_chunk)):
-        if size is not None and size < 1:
-            raise ValueError(f"{name}_per_chunk={size} is below 1. Use None for the default.")
+        if size is not None and not (is_int(size) and size >= 1):
+            raise ValueError(
+                f"{name}_per_chunk={size} is no integer from 1. Use None for the default."
+            )
     options = {
         "ignore": ignore,
         "label_smoothing": label_smoothing,
@@ -80,4 +91,6 @@ def linear_xent(
         "vocab_axis": vocab_axis,
     }
     names = choose.candidates(_IMPLS, _ORDER, impl)
+    if x.shape[0] == 0:  # nothing to sum
+        return jnp.zeros((), sum_dtype(x, weight)), jnp.zeros((), jnp.int32)
     return choose.first_that_runs(_IMPLS, names, x, weight, labels, **options)

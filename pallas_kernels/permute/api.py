@@ -3,6 +3,7 @@
 from jaxtyping import Array, Float
 
 from pallas_kernels import choose
+from pallas_kernels.checks import check_float, check_rank
 from pallas_kernels.permute import chunked, pallas_gpu, ref
 from pallas_kernels.permute.plan import PermutePlan
 
@@ -30,8 +31,11 @@ def permute(
     Returns:
       [M*A, L] in x's dtype.
     Raises:
-      ValueError: x has another number of tokens than the plan, or `impl` is unknown.
+      ValueError: x is no floating [M, L] of the plan's tokens, or `impl` is unknown.
     """
+    _check_plan(plan)
+    check_rank("x", x, "M L")
+    check_float(x=x)
     if x.shape[0] != plan.positions.shape[0]:
         raise ValueError(
             f"x has {x.shape[0]} tokens, the plan {plan.positions.shape[0]}. "
@@ -62,8 +66,12 @@ def unpermute(
     Returns:
       [M, L] in rows' dtype.
     Raises:
-      ValueError: shapes disagree with the plan, or `impl` is unknown.
+      ValueError: shapes disagree with the plan, a dtype is not floating, or `impl` is unknown.
     """
+    _check_plan(plan)
+    check_rank("rows", rows, "R L")
+    check_rank("weights", weights, "M A")
+    check_float(rows=rows, weights=weights)
     if rows.shape[0] != plan.order.shape[0] or weights.shape != plan.positions.shape:
         raise ValueError(
             f"rows {rows.shape} and weights {weights.shape} do not fit a plan of "
@@ -71,3 +79,8 @@ def unpermute(
         )
     names = choose.candidates(_UNPERMUTE, _ORDER, impl)
     return choose.first_that_runs(_UNPERMUTE, names, rows, weights, plan)
+
+
+def _check_plan(plan) -> None:
+    if not isinstance(plan, PermutePlan):
+        raise ValueError(f"plan is a {type(plan).__name__}; give what plan_permute returns.")

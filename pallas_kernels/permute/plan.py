@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32
 
+from pallas_kernels.checks import check_int, check_rank, is_int
+
 # Assignments are ranked in blocks by comparing all pairs of a block: R * 128 comparisons in all,
 # whatever the number of experts (a one-hot prefix sum would need R * E integers).
 _BLOCK = 128
@@ -36,8 +38,12 @@ def plan_permute(expert_ids: Int[Array, "M A"], num_experts: int) -> PermutePlan
     Returns:
       PermutePlan with int32 fields; all sizes are static.
     Raises:
-      ValueError: `num_experts` is below 1.
+      ValueError: `num_experts` is no integer from 1, or `expert_ids` no integers [M, A].
     """
+    check_rank("expert_ids", expert_ids, "M A")
+    check_int(expert_ids=expert_ids)
+    if not is_int(num_experts):
+        raise ValueError(f"num_experts={num_experts!r} is no integer. Give the number of groups.")
     if num_experts < 1:
         raise ValueError(f"num_experts={num_experts} is below 1. Give the number of expert groups.")
     num_rows, shape = expert_ids.size, expert_ids.shape

@@ -3,6 +3,7 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import choose
+from pallas_kernels.checks import check_float, check_int
 from pallas_kernels.short_conv import chunked, pallas_gpu, ref
 
 _IMPLS = {
@@ -32,7 +33,8 @@ def short_conv(
     Args:
       x: bfloat16 or float32; summed in float32.
       taps: the last one is for the current position.
-      segment_ids: documents packed into a row, each one run of equal ids.
+      segment_ids: documents packed into a row, each one run of equal ids; 0 is padding, which
+        counts as 0, NaN too, and has outputs and gradients of 0.
       initial_state: the K-1 inputs before position 0, of the row's first document; zeros if None.
       activation: "silu" or None.
       impl: "pallas_gpu", "chunked", "ref", "pallas"; None chooses by platform.
@@ -40,7 +42,8 @@ def short_conv(
       y in x's dtype, and the last K-1 inputs of the document that ends the row (0 where it is
       shorter) in x's dtype: the initial state of what follows.
     Raises:
-      ValueError: shapes disagree, T is 0, or the activation is unknown.
+      ValueError: shapes disagree, T is 0, a dtype is of another kind, or the activation is
+        unknown.
       NotImplementedError: `impl` was named and cannot run these arguments.
     Source: Kimi Linear, arXiv:2510.26692; the form is that of Mamba, arXiv:2312.00752.
     """
@@ -62,6 +65,8 @@ def _check(x, taps, segment_ids, initial_state, activation):
         raise ValueError(f"taps has shape {taps.shape}; x {x.shape} needs [taps, {X}].")
     if segment_ids is not None and segment_ids.shape != (B, T):
         raise ValueError(f"segment_ids has shape {segment_ids.shape}; x needs {(B, T)}.")
+    check_float(x=x, taps=taps, initial_state=initial_state)
+    check_int(segment_ids=segment_ids)
     wanted = (B, taps.shape[0] - 1, X)
     if initial_state is not None and initial_state.shape != wanted:
         raise ValueError(f"initial_state has shape {initial_state.shape}; the taps need {wanted}.")
