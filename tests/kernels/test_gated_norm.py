@@ -54,3 +54,22 @@ def test_dtypes_and_refusals(monkeypatch, strict_promotion):
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
     with pytest.raises(ValueError, match="weight"):
         gated_norm(**{**inputs, "weight": jnp.ones(3)}, eps=1e-5)
+
+
+def test_gradients_in_shards_equal_those_of_one_device():
+    """Of the weight too, of which each shard has a share: with check_vma=False, see README.md."""
+    x, gate = jnp.sin(jnp.arange(48.0)).reshape(2, 3, 8), jnp.cos(jnp.arange(48.0)).reshape(2, 3, 8)
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, whole = jax.P("rows"), jax.P()
+    norm = functools.partial(gated_norm, eps=1e-5)
+    in_shards = jax.shard_map(
+        norm, mesh=mesh, in_specs=(rows, rows, whole), out_specs=rows, check_vma=False
+    )
+    one, two = (
+        jax.jit(jax.grad(lambda *a, fn=fn: jnp.sum(jnp.sin(fn(*a))), (0, 1, 2)))(
+            x, gate, jnp.arange(8.0)
+        )
+        for fn in (norm, in_shards)
+    )
+    for a, b in zip(one, two, strict=True):
+        assert testing.relative_rms(b, a) < 1e-6
