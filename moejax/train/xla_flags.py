@@ -52,8 +52,6 @@ FLAGS = (
          "gathers may begin apart from their end"),
     Flag("tpu", "within", "xla_tpu_enable_async_collective_fusion_fuse_all_gather", True,
          "and are fused with the compute beside them; neither does anything alone"),
-    Flag("tpu", "within", "xla_tpu_enable_async_collective_fusion_with_mosaic_custom_call", True,
-         "which may be a Pallas kernel: with experts most of it is"),
     Flag("tpu", "within", "xla_tpu_enable_async_ragged_all_to_all", True,
          "rows travel to their experts and back while others are in them"),
 )  # fmt: skip
