@@ -368,9 +368,9 @@ def get_config() -> ConfigDict:
     c.train.rows_per_device = 0
     # dtype of activations and of weights at use: float32 or bfloat16 [one of 'float32', 'bfloat16']
     c.train.compute_dtype = "float32"
-    # what the backward pass finds kept: none = all, nothing is computed again; full = no result of a
-    # layer; dots = those of matrix products; exchange = what experts were sent and sent back; auto =
-    # chosen for the least step time within swap.budget_gib
+    # what the backward pass finds kept: none = all, nothing is computed again; full = no result of
+    # a layer; dots = those of matrix products; exchange = what experts were sent and sent back;
+    # auto = chosen for the least step time within swap.budget_gib
     # [one of 'none', 'full', 'dots', 'exchange', 'auto']
     c.train.remat = "none"
     # tokens a chunk of the loss; 0 = chosen by memory [>= 0]
@@ -433,8 +433,8 @@ def get_config() -> ConfigDict:
     c.swap.budget_gib = 0.0
     # train.remat=auto: memory of a host for its devices' results, in GiB; 0 = half of it [>= 0]
     c.swap.host_gib = 0.0
-    # train.remat=auto: GB/s from a device to its host while all its devices copy; 0 = the hardware's
-    # [>= 0]
+    # train.remat=auto: GB/s from a device to its host while all its devices copy; 0 = the
+    # hardware's [>= 0]
     c.swap.link_gb_s = 0.0
 
     c.kernels = ConfigDict()
@@ -506,8 +506,8 @@ def get_config() -> ConfigDict:
     c.checkpoint.keep_best = True
     # write in the background
     c.checkpoint.asynchronous = True
-    # steps between local checkpoints, which a restart on the same hosts prefers where they are newer
-    # than the durable ones; 0 = none [>= 0]
+    # steps between local checkpoints, which a restart on the same hosts prefers where they are
+    # newer than the durable ones; 0 = none [>= 0]
     c.checkpoint.local_every = 0
     # folder of local checkpoints, on each host's own disk or in its memory (/dev/shm/moejax)
     c.checkpoint.local_dir = ""

@@ -64,9 +64,7 @@ class RunConfig(Section):
         if not self.train.rows_per_device:
             return self
         sizes = self.check(num_devices)
-        count = microbatches(
-            self.data.batch_size, _batch_shards(sizes), self.train.rows_per_device
-        )
+        count = microbatches(self.data.batch_size, _batch_shards(sizes), self.train.rows_per_device)
         return self.replace(train=self.train.replace(accumulation=count))
 
     def check(self, num_devices: int, devices_per_host: int = 1) -> dict[str, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -20,7 +22,9 @@ def batch_shapes(
     """
     micro, seq_len = cfg.train.accumulation, cfg.data.seq_len
     lead = micro, cfg.data.batch_size // micro
-    row = {name: ((seq_len,), jnp.int32) for name in ("tokens", "labels", "segment_ids")}
+    row: dict[str, tuple[tuple[int, ...], Any]] = {
+        name: ((seq_len,), jnp.int32) for name in ("tokens", "labels", "segment_ids")
+    }
     room = ImageRoom.of(cfg.data, cfg.model.vision)
     row |= room.shapes(seq_len) if room is not None else {}
     return {
