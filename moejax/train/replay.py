@@ -19,6 +19,7 @@ from moejax.partitioning.mesh import num_batch_shards
 from moejax.train.bad_steps import bad_batches, read_batch
 from moejax.train.diagnose import first_bad_tensor
 from moejax.train.evaluate import put_batch
+from moejax.train.memory_plan import keeping_nothing
 from moejax.train.own_rows import own_rows
 from moejax.train.run import restore_or_init
 from moejax.train.state import Program, build_program
@@ -90,6 +91,8 @@ def replay(
       ConfigError: no whole batch, or rows that do not divide over these devices.
     """
     report, rows = read_batch(folder)
+    if cfg.train.remat == "auto":  # what is kept changes no number, and one step needs no plan
+        cfg = keeping_nothing(cfg)
     program = build_program(cfg, make_mesh(cfg.mesh))
     checkpoints = Checkpoints(workdir, cfg.checkpoint)
     before = [step for step in checkpoints.all_steps() if step < report["step"]]

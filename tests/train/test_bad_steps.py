@@ -120,7 +120,10 @@ def test_the_batch_that_stops_a_run_is_kept_and_replayed(straight, tmp_path, mon
     assert "at the state after step 4" in out and "1 of " in out and ": 1 NaN, 0 infinite" in out
     assert report["first_bad_tensor"] in out
     # Without the fault the batch is as good as any other.
-    assert main(["replay", f"--workdir={work}", "--batch=step-00000005"]) == 0
+    assert (
+        main(["replay", f"--workdir={work}", "--batch=step-00000005", "--config.train.remat=auto"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert f"loss {losses(straight[0])[BAD - 1]:.6g}, gradient norm" in out
 
