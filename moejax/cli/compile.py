@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from moejax.cli.flags import Parser, add_config, positive, required_config, start_devices
-from moejax.cli.memory_table import print_plan
 from moejax.cli.tables import Column, print_table, say
 
 if TYPE_CHECKING:
@@ -137,6 +136,8 @@ def print_report(name: str, report: CompileReport) -> None:
         print_table([Column(), Column(right=True), Column(dim=True)], _times(report))
     if report.plan is not None:
         say("")
+        from moejax.cli.memory_table import print_plan  # imports jax
+
         print_plan(report.plan, report.microbatch_tokens, timed=True)
         say(f"peak: predicted {gib(report.predicted)}, compiled {gib(report.memory.peak)}")
     say("")

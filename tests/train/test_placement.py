@@ -187,7 +187,8 @@ def saved_by_loop(placer: Placer | None, state: TrainState, cfg: RunConfig, work
     loop = types.SimpleNamespace(
         state=state, placer=placer, checkpoints=checkpoints, cfg=cfg, last={}, tokens=0,
         iterator=types.SimpleNamespace(get_state=dict), loads=None, base=None,
-        program=types.SimpleNamespace(has_base=False),
+        program=types.SimpleNamespace(has_base=False), local=None,
+        bad_steps=types.SimpleNamespace(position=lambda: {"count": 0, "losses": []}),
     )  # fmt: skip
     Loop.save(loop, STEPS)
     checkpoints.close()
