@@ -27,7 +27,7 @@ _SLURM = ("SLURM_STEP_NODELIST", "SLURM_STEP_NUM_NODES", "SLURM_NTASKS", "SLURM_
 _OMPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
          "OMPI_COMM_WORLD_LOCAL_RANK")  # fmt: skip
 _ORTE = "OMPI_MCA_orte_hnp_uri"  # where mpirun is, up to Open MPI 4
-# What launch/jobset.yaml makes of the annotations that JobSet puts on its pods.
+# What the files of launch/jobset make of the annotations that JobSet puts on its pods.
 _JOBSET = ("JOBSET_COORDINATOR", "JOBSET_JOBS", "JOBSET_JOB_INDEX", "JOBSET_PODS_PER_JOB",
            "JOB_COMPLETION_INDEX")  # fmt: skip
 _TPU = ("TPU_WORKER_HOSTNAMES", "TPU_WORKER_ID")
@@ -55,7 +55,7 @@ def detect(env: Mapping[str, str], *, has_tpu: bool = False) -> Detected | None:
     1. MOEJAX_COORDINATOR, MOEJAX_NUM_PROCESSES, MOEJAX_PROCESS_ID: `moejax launch`, or by hand.
     2. Open MPI's mpirun. It may run inside a SLURM job.
     3. srun of SLURM.
-    4. A pod of JobSet, as launch/jobset.yaml makes it.
+    4. A pod of JobSet, as launch/jobset makes it.
     5. A TPU: what GKE puts into the environment, else the metadata of the machine (JAX asks).
     6. Any other pod of Kubernetes (JAX asks its API).
 

@@ -11,7 +11,7 @@ from moejax.observability import peak_flops
 from moejax.train.batch_shapes import batch_shapes
 from moejax.train.compile import compile_once
 from moejax.train.memory_plan import budget_of, following, keeping_nothing, plan_memory
-from moejax.train.state import build_program
+from moejax.train.state import abstract_state, build_program
 from moejax.train.step import batch_sharding, train_step
 from moejax.train.xla_flags import compiler_options
 
@@ -52,14 +52,10 @@ def tell_plan(plan: Plan) -> None:
 def _bytes_of_a_step(cfg: RunConfig, mesh: Mesh) -> int:
     """Memory of a device that the step of a config takes."""
     program = build_program(cfg, mesh)
-    state = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        program.abstract, program.shardings,
-    )  # fmt: skip
     with jax.set_mesh(mesh):
         compiled = compile_once(
             lambda state, batch: train_step(program, state, batch),
-            state, batch_shapes(cfg, batch_sharding(program)),
+            abstract_state(program), batch_shapes(cfg, batch_sharding(program)),
             donate_argnums=0, out_shardings=(program.shardings, None),
             compiler_options=compiler_options(cfg.train.prefetch, mesh),
         )  # fmt: skip

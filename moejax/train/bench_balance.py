@@ -32,6 +32,7 @@ from moejax.observability import read_loads, read_metrics
 from moejax.observability.loads import Loads, relative
 from moejax.observability.plots import COLORS, WIDTH, prepare, save_png, series
 from moejax.partitioning import make_mesh
+from moejax.train.bench_fields import parse_with_fields
 from moejax.train.initial import start_from_weights
 from moejax.train.run import run
 from moejax.train.state import TrainState, as_tree, build_program
@@ -191,11 +192,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs every balancing from the skewed start; prints the table and writes the picture."""
     parser = _parser()
-    options, rest = parser.parse_known_args(argv)
-    odd = next((w for w in rest if not (w.startswith("--config.") and "=" in w)), None)
-    if odd:
-        parser.error(f"unknown option {odd!r}; fields are changed by --config.FIELD=VALUE")
-    given = dict(word.removeprefix("--config.").split("=", 1) for word in rest)
+    options, given = parse_with_fields(parser, argv)
     tokenizer = str(pathlib.Path(options.start) / "tokenizer.json")
     settings = {**SETTINGS, "train.num_steps": options.steps, "data.tokenizer": tokenizer, **given}
     if len(jax.devices()) == 1:

@@ -28,6 +28,7 @@ from moejax.data.images import load_patches, read_image
 from moejax.data.patches import PatchedImage
 from moejax.data.sources import load_corpus
 from moejax.generate import Buckets, Generator, LanguageModel, load
+from moejax.train.bench_fields import parse_with_fields
 from moejax.train.run import run
 
 _LONGEST = 8  # tokens of a caption; the longest has six and its end
@@ -180,13 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workdir", default="runs/digits", metavar="DIR")
     parser.add_argument("--images", type=int, default=20_000, metavar="N", help="to train on")
     parser.add_argument("--held-out", type=int, default=500, metavar="N", help="to read")
-    options, rest = parser.parse_known_args(argv)
-    overrides = {}
-    for flag in rest:
-        name, equals, value = flag.removeprefix("--config.").partition("=")
-        if not flag.startswith("--config.") or not equals:
-            parser.error(f"{flag!r} is not known")
-        overrides[name] = value
+    options, overrides = parse_with_fields(parser, argv)
     workdir = Path(options.workdir)
     data = workdir / "images"
     if not (data / "validation.tar").exists():

@@ -38,6 +38,7 @@ from moejax.models.decoder import by_layer
 from moejax.observability import read_metrics
 from moejax.observability.plots import COLORS, WIDTH, prepare, save_png, series
 from moejax.partitioning import make_mesh
+from moejax.train.bench_fields import parse_with_fields
 from moejax.train.evaluate import Evaluator, put_batch
 from moejax.train.initial import start_from_weights
 from moejax.train.run import run
@@ -274,11 +275,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None, say: Callable[[str], Any] = print) -> int:
     """Does the runs that are not done, then measures, prints and draws."""
     parser = _parser()
-    options, rest = parser.parse_known_args(argv)
-    odd = next((w for w in rest if not (w.startswith("--config.") and "=" in w)), None)
-    if odd:
-        parser.error(f"unknown option {odd!r}; fields are changed by --config.FIELD=VALUE")
-    given = dict(word.removeprefix("--config.").split("=", 1) for word in rest)
+    options, given = parse_with_fields(parser, argv)
     out = pathlib.Path(options.out).absolute()
     try:
         settings = settings_of(out, options.steps, given)
