@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -9,6 +10,7 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -146,6 +148,19 @@ _LIBTPU_ALONE = {
 }
 
 
+@contextlib.contextmanager
+def _environment_of(values: Mapping[str, str]) -> Iterator[None]:
+    """Variables that are not set yet, for a while: whoever asks later where this process runs must
+    not find a pod of TPUs."""
+    added = [name for name in values if name not in os.environ]
+    os.environ.update({name: values[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
+
+
 def absent_devices(hardware: Hardware) -> list[Any]:
     """Devices to compile for: described by XLA's plugin, or this process's simulated ones.
 
@@ -161,10 +176,11 @@ def absent_devices(hardware: Hardware) -> list[Any]:
         return found[: num_chips(hardware)]
     try:
         if hardware.chip.platform == "tpu":
-            for name, value in _LIBTPU_ALONE.items():
-                os.environ.setdefault(name, value)
             slices = {"num_slices": hardware.slices} if hardware.slices > 1 else {}
-            described = topologies.get_topology_desc(hardware.topology, platform="tpu", **slices)
+            with _environment_of(_LIBTPU_ALONE):
+                described = topologies.get_topology_desc(
+                    hardware.topology, platform="tpu", **slices
+                )
         else:
             hosts, gpus = hardware.shape
             described = topologies.get_topology_desc(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import types
 
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 
 from moejax.config import ConfigError
 from moejax.partitioning import near_devices
+from moejax.planner import aot
+from moejax.planner.aot import absent_devices
 from moejax.planner.collectives import Collective
 from moejax.planner.hardware import CHIPS, num_chips, parse_hardware, target_config
 from moejax.planner.roofline import hardware_flops, roofline, split_bytes, with_links
@@ -135,3 +138,19 @@ def test_neighbours_are_those_of_a_host_or_a_slice(platform):
     alone = {"data": 1, "fsdp": 1, "expert": 4}
     together = {"data": 1, "fsdp": 2, "expert": 8}
     assert near_devices(mesh) == (alone if platform == "cuda" else together)
+
+
+def test_describing_absent_devices_leaves_the_environment_alone(monkeypatch):
+    """Where this process runs is read from the variables that libtpu is kept quiet with."""
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "mine")
+    before = dict(os.environ)
+    seen = []
+
+    def describe(*_, **__):
+        seen.append((os.environ["TPU_WORKER_HOSTNAMES"], os.environ["TPU_ACCELERATOR_TYPE"]))
+        raise RuntimeError("none here")
+
+    monkeypatch.setattr(aot.topologies, "get_topology_desc", describe)
+    with pytest.raises(ConfigError):
+        absent_devices(parse_hardware("v5p:2x2x1"))
+    assert seen == [("localhost", "mine")] and dict(os.environ) == before
