@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import pathlib
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +17,7 @@ from moejax.config.load import load_config
 from moejax.memory.names import KNOWN, tag
 from moejax.memory.policy import Policy, policy_for
 from moejax.partitioning import make_mesh
+from moejax.train.auto_memory import with_chosen_memory
 from moejax.train.state import build_program, init_state
 from moejax.train.step import train_step
 
@@ -38,16 +44,21 @@ POLICIES = {
 
 def program_of(changes: dict):
     cfg = load_config("tiny", {**TOY, **changes})
-    return build_program(cfg, make_mesh(cfg.mesh, jax.devices()[:2]))
+    mesh = make_mesh(cfg.mesh, jax.devices()[:2])
+    return build_program(with_chosen_memory(cfg, mesh)[0], mesh)
+
+
+def batches_of(cfg, steps: int):
+    rows = (1, cfg.data.batch_size, cfg.data.seq_len)
+    tokens = jax.random.randint(jax.random.key(1), (steps, *rows), 0, 200, jnp.int32)
+    ones = jnp.ones_like(tokens)
+    return {"tokens": tokens, "labels": jnp.roll(tokens, -1, -1), "segment_ids": ones}
 
 
 def curve(changes: dict, steps: int):
     """Losses and gradient norms of the steps."""
     program = program_of(changes)
-    rows = (1, program.cfg.data.batch_size, program.cfg.data.seq_len)
-    tokens = jax.random.randint(jax.random.key(1), (steps, *rows), 0, 200, jnp.int32)
-    batches = {"tokens": tokens, "labels": jnp.roll(tokens, -1, -1)}
-    batches["segment_ids"] = jnp.ones_like(tokens)
+    batches = batches_of(program.cfg, steps)
     with jax.set_mesh(program.mesh):
         run = jax.jit(lambda state, batch: train_step(program, state, batch))
         state, seen = init_state(program, 0), []
@@ -57,26 +68,30 @@ def curve(changes: dict, steps: int):
     return np.asarray(seen)
 
 
-def assert_same(one, other):
-    """The first loss to the bit; what follows gradients to what fusing them otherwise rounds."""
-    assert one[0, 0] == other[0, 0]
-    np.testing.assert_allclose(one, other, rtol=1e-5)
-
-
 @pytest.mark.slow
 def test_kept_and_offloaded_names_change_no_loss():
+    """As compiled for speed: what is fused otherwise rounds otherwise, in the gradients alone."""
     usual = curve({"train.remat": "none"}, 2)
-    assert usual[0, 0] != usual[1, 0]
-    assert_same(usual, curve(POLICIES["names"], 2))
+    other = curve(POLICIES["names"], 2)
+    assert usual[0, 0] != usual[1, 0] and usual[0, 0] == other[0, 0]
+    np.testing.assert_allclose(usual, other, rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_ten_steps_are_the_same_under_every_policy():
-    usual = curve({"train.remat": "none"}, 10)
-    without = curve({"train.remat": "none", "lora.dropout": 0.0}, 2)
-    assert usual[1, 0] != without[1, 0], "dropout must act for the test to mean anything"
-    for changes in POLICIES.values():
-        assert_same(usual, curve(changes, 10))
+def test_ten_steps_have_the_same_bits_under_every_policy():
+    """Loss, gradient norm, weights and optimizer state, where fusions round nothing otherwise."""
+    root = pathlib.Path(__file__).parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.memory.policy_bits"], cwd=root, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    found = json.loads(ended.stdout.splitlines()[-1])
+    usual, without = found.pop("none"), found.pop("without dropout")
+    assert len(usual) == len(set(usual)) == 10
+    assert usual[0] != without[0], "dropout must act for the test to mean anything"
+    assert set(found) == {*POLICIES, "auto"}
+    for name, other in found.items():
+        assert other == usual, name
 
 
 def test_presets_keep_what_they_say():
