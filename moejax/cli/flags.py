@@ -223,9 +223,11 @@ def exit_code(options: argparse.Namespace, signum: int | None) -> int:
     """Of a run that saved and ended: 0, or 128 + the signal that it stopped for.
 
     With --multihost SIGTERM gives 0 too: a scheduler asked for the end and got it, and whoever
-    starts failed jobs again is not to start this one.
+    starts failed jobs again is not to start this one. Not so in a pod of Kubernetes: there SIGTERM
+    comes from a node that is drained or taken back, and a pod that ended with 0 counts as done.
     """
-    asked = options.multihost and signum == signal.SIGTERM
+    drained = os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get(COORDINATOR)
+    asked = options.multihost and signum == signal.SIGTERM and not drained
     return 0 if signum is None or asked else 128 + signum
 
 

@@ -1,7 +1,11 @@
 """Who has started this process: environments as launchers make them, halves and contradictions."""
 
+import argparse
+import signal
+
 import pytest
 
+from moejax.cli.flags import exit_code
 from moejax.cli.main import main
 from moejax.cluster import Membership, detect
 from moejax.cluster.detect import first_host
@@ -107,3 +111,24 @@ def test_a_command_without_a_place_ends_with_one_line(options, says, capsys, mon
     assert main(["train", "--config=tiny", "--workdir=nowhere", *options]) == 2
     error = capsys.readouterr().err
     assert says in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("env", "multihost", "signum", "code"),
+    [
+        (SLURM, True, signal.SIGTERM, 0),
+        (HAND, True, signal.SIGTERM, 0),
+        (SLURM, True, signal.SIGINT, 130),
+        (SLURM, False, signal.SIGTERM, 143),
+        (JOBSET, True, signal.SIGTERM, 143),  # else the drained pod counts as done
+        (GKE, True, signal.SIGTERM, 143),
+        (JOBSET | HAND, True, signal.SIGTERM, 0),  # `moejax launch` in a pod
+        (JOBSET, True, None, 0),
+    ],
+)
+def test_the_exit_code_of_a_run_that_was_asked_to_end(env, multihost, signum, code, monkeypatch):
+    for name in ("KUBERNETES_SERVICE_HOST", "MOEJAX_COORDINATOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert exit_code(argparse.Namespace(multihost=multihost), signum) == code

@@ -201,9 +201,13 @@ def test_the_clock_jumps(straight, tmp_path, cache):
     assert "no sign of life" not in job.said
 
 
-def _killed_often(kills: int, workdir: Path, cache: Path, seed: int) -> Job:
-    """A run that is killed at random moments, as it starts as much as in its steps."""
-    moments = random.Random(seed)
+def _killed_often(kills: int, workdir: Path, cache: Path, seed: int) -> tuple[Job, list]:
+    """A run that is killed at random moments, as it starts as much as in its steps.
+
+    Returns:
+      The job, and for each kill its time and the newest step before it.
+    """
+    moments, done = random.Random(seed), []
     job = Job(workdir, cache, f"--restarts={kills}", train__num_steps=10 * kills + 20)
     for number in range(kills):
         job.wait_for(lambda number=number: job.said.count("starting again") == number)
@@ -214,17 +218,22 @@ def _killed_often(kills: int, workdir: Path, cache: Path, seed: int) -> Job:
             begun, more = job.step(), moments.randint(1, 9)
             job.wait_for(lambda begun=begun, more=more: job.step() >= begun + more)
             time.sleep(moments.uniform(0, 0.3))
+        done.append((time.time(), job.step()))
         job.kill(moments.randrange(2))
         job.wait_for(lambda number=number: job.said.count("starting again") == number + 1)
-    return job
+    return job, done
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [3, 20])
-def test_killed_again_and_again_it_is_one_curve(tmp_path, cache, kills):
-    job = _killed_often(kills, tmp_path / "run", cache, seed=kills)
+def test_killed_again_and_again_it_is_one_curve(tmp_path, cache, kills, record_property):
+    """`--junitxml` has goodput, and the seconds from each kill to the next step that was new."""
+    job, done = _killed_often(kills, tmp_path / "run", cache, seed=kills)
     assert job.end() == 0, job.said
     steps = 10 * kills + 20
+    times = {row["step"]: row["time"] for row in rows(job.workdir)}
+    record_property("seconds", [round(times[step + 1] - at, 1) for at, step in done])
+    record_property("goodput", rows(job.workdir)[-1]["goodput"])
     undisturbed = Job(tmp_path / "straight", cache, train__num_steps=steps)
     assert undisturbed.end() == 0, undisturbed.said
     assert [row["step"] for row in rows(job.workdir)] == list(range(1, steps + 1))
