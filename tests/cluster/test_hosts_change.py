@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from moejax.config.load import RESOLVED_FILE
 from tests.cluster.test_launch import FEW, _ended, launch
 from tests.e2e.small import SMALL, command, flags, position, rows
 
@@ -47,7 +48,27 @@ def test_experts_across_two_hosts_with_rows_that_do_not_stand_together(tmp_path)
     _same(tmp_path / "one", tmp_path / "two")
 
 
-def _same(one, other) -> None:
+def test_fewer_then_more_devices_keep_batch_and_steps_and_the_loss_goes_on(tmp_path):
+    """4, then 2, then 8 devices: 1, 2 and 1 microbatches of the same 8 rows."""
+    elastic = MIXED | {"mesh__fsdp": -1, "train__accumulation": 1, "train__rows_per_device": 2}
+    workdir, microbatches = tmp_path / "elastic", []
+    for processes, devices, until in ((2, 2, 4), (1, 2, 8), (4, 2, 12)):
+        changes = elastic | {"train__stop_at": until}
+        code, text = _ended(launch(workdir, processes=processes, devices=devices, **changes))
+        assert code == 0, text
+        resolved = json.loads((workdir / RESOLVED_FILE).read_text())
+        microbatches.append(resolved["train"]["accumulation"])
+    assert microbatches == [1, 2, 1]
+    code, text = _ended(command(tmp_path / "one", 4, flags(**elastic)))
+    assert code == 0, text
+    _same(tmp_path / "one", workdir, rtol=1e-5)
+    one, other = (rows(folder) for folder in (tmp_path / "one", workdir))
+    assert [row["step"] for row in other] == list(range(1, 13))
+    assert [row["tokens"] for row in one] == [row["tokens"] for row in other]
+    assert position(tmp_path / "one", 12)["data"] == position(workdir, 12)["data"]
+
+
+def _same(one, other, rtol: float = 1e-6) -> None:
     for name in ("loss", "grad_norm"):
         got, want = ([row[name] for row in rows(folder)] for folder in (other, one))
-        np.testing.assert_allclose(got, want, rtol=1e-6)
+        np.testing.assert_allclose(got, want, rtol=rtol)
