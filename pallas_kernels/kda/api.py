@@ -1,5 +1,7 @@
 """Kimi Delta Attention: the public functions, their checks and the choice of implementation."""
 
+import math
+
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import choose
@@ -110,8 +112,10 @@ def kda_fused(
       NotImplementedError: `impl` was named and cannot run these arguments.
     Source: Kimi Linear, arXiv:2510.26692; the bounded gate: Kimi K3 report, arXiv:2607.24653.
     """
-    if lower_bound is not None and not lower_bound < 0:
-        raise ValueError(f"lower_bound={lower_bound} is not negative. Use e.g. -5, or None.")
+    if lower_bound is not None and not -math.inf < lower_bound < 0:
+        raise ValueError(
+            f"lower_bound={lower_bound} is not negative and finite. Use e.g. -5, or None."
+        )
     inputs = {"gate": gate, "beta_logits": beta_logits}
     _check(q, k, v, inputs, segment_ids, initial_state, chunk)
     check_float(a_log=a_log, dt_bias=dt_bias)
@@ -131,6 +135,8 @@ def kda_fused(
 
 
 def _scale(scale, q):
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale={scale} is not finite. Give a number, or None for H ** -0.5.")
     return float(q.shape[-1] ** -0.5 if scale is None else scale)
 
 

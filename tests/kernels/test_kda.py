@@ -515,12 +515,16 @@ def test_kernels_that_do_not_exist_say_so(impl):
 
 def test_errors_are_one_line():
     inputs = specs.make_inputs(specs.CASES["tiny"])
-    for options, message in (({"chunk": 48}, "power of two"), ({"impl": "fast"}, "Use one of")):
+    for options, message in (
+        ({"chunk": 48}, "power of two"), ({"impl": "fast"}, "Use one of"),
+        ({"scale": float("nan")}, "scale=nan is not finite"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=message) as error:
             kda(**inputs, **options)
         assert "\n" not in str(error.value)
-    with pytest.raises(ValueError, match="not negative"):
-        kda_fused(**fused_inputs(), lower_bound=1.0)
+    for bound in (1.0, float("-inf"), float("nan")):
+        with pytest.raises(ValueError, match="not negative and finite"):
+            kda_fused(**fused_inputs(), lower_bound=bound)
 
 
 def test_shape_errors(monkeypatch):
