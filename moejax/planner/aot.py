@@ -26,7 +26,13 @@ from moejax.planner.categories import Category, argument_categories
 from moejax.planner.collectives import Collective, collective_reader, count_collectives
 from moejax.planner.flops import flops_of
 from moejax.planner.hardware import Hardware, num_chips, target_config
-from moejax.planner.host_memory import forget_traces, give_back, host_bytes, keep_one_arena
+from moejax.planner.host_memory import (
+    forget_traces,
+    give_back,
+    giving_back,
+    host_bytes,
+    keep_one_arena,
+)
 from moejax.planner.measure import Measured, run_and_measure
 from moejax.planner.overlap import Overlap, read_overlap
 from moejax.planner.roofline import Roofline, hardware_flops, hbm_bytes, roofline, with_links
@@ -331,7 +337,7 @@ def _compile(
     began = time.perf_counter()
     try:
         chip = hardware.name.partition(":")[0]
-        with jax.set_mesh(program.mesh), lowering_for(platform, chip):
+        with jax.set_mesh(program.mesh), lowering_for(platform, chip), giving_back():
             compiled = compile_once(
                 lambda state, batch: train_step(program, state, batch),
                 *abstract_arguments(program),

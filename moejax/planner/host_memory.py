@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import resource
 import sys
+import threading
+from collections.abc import Iterator
 
 import jax
 
@@ -42,6 +45,31 @@ def give_back() -> None:
     gc.collect()
     if (malloc_trim := _libc("malloc_trim")) is not None:
         malloc_trim(0)
+
+
+@contextlib.contextmanager
+def giving_back(every_s: float = 2.0) -> Iterator[None]:
+    """Returns freed memory to the system again and again, from a thread of its own.
+
+    A compiler frees what one of its stages needed while the next one asks for blocks of other
+    sizes: what lies between them stays resident otherwise, and peaks when the program is assembled.
+    """
+    malloc_trim, done = _libc("malloc_trim"), threading.Event()
+    if malloc_trim is None:
+        yield
+        return
+
+    def work() -> None:
+        while not done.wait(every_s):
+            malloc_trim(0)
+
+    thread = threading.Thread(target=work, name="giving memory back", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _libc(name: str):
