@@ -8,8 +8,9 @@ A line is one JSON object:
 
 `content` is a text or a list of {"type": "text", "text": ...} and {"type": "image", "path": FILE},
 the file relative to that of the line; parts without one take those of the record's list `images` in
-turn, which of a plain prompt stand in front of it. Beside them may stand `tools` (JSON
-schemas) and `chat_template_kwargs` (what the chat template is asked for). Other keys are not read.
+turn, which of a plain prompt stand in front of it, and so those of a message that has `images` (or
+one `image`). Beside them may stand `tools` (JSON schemas) and `chat_template_kwargs` (what the chat
+template is asked for). Other keys are not read.
 """
 
 from __future__ import annotations
@@ -187,7 +188,10 @@ def _content(value: Any, where: str) -> str:
     for place, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else _kind(part)
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise _Refused(f"{where}[{place}] is {kind!r}; only text parts are read")
+            raise _Refused(
+                f"{where}[{place}] is {kind!r}; parts that are read are of the type 'text', with "
+                "its \"text\", or 'image' and 'image_url', with a file"
+            )
     return "".join(part["text"] for part in value)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import stat
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -133,10 +134,17 @@ def _style(asked: str, tokenizer: Any) -> str:
 
 def _source(ref: ImageRef) -> bytes | str:
     try:
-        os.stat(ref.file)
+        # By name: opening a named pipe waits for a writer, and a device may have no end.
+        if not stat.S_ISREG(os.stat(ref.file).st_mode):
+            raise ImageError(
+                f"{ref.label}: is no regular file but a folder, a pipe or a device. Name a file."
+            )
         return ref.source()
-    except OSError as error:
-        raise ImageError(f"{ref.label}: cannot be read ({error.strerror}).") from error
+    except (OSError, ValueError) as error:
+        if isinstance(error, ImageError):
+            raise
+        words = error.strerror if isinstance(error, OSError) else "no file can have this name"
+        raise ImageError(f"{ref.label}: cannot be read ({words}).") from error
 
 
 @dataclasses.dataclass(frozen=True)

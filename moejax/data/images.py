@@ -126,8 +126,19 @@ def _named(name: str) -> Iterator[None]:
     except ImageError:
         raise
     except Exception as error:
+        kind = type(error).__name__
+        if kind == "UnidentifiedImageError":  # its words name an object in memory
+            raise ImageError(
+                f"{name}: cannot be decoded: it is no image that Pillow knows, or its head is "
+                "damaged."
+            ) from error
+        if kind == "DecompressionBombError":  # its words name Pillow's limit
+            raise ImageError(
+                f"{name}: is too large to decode; the limit is {MAX_PIXELS // 10**6} million "
+                "pixels."
+            ) from error
         words = " ".join(str(error).split()) or "no more is known"
-        raise ImageError(f"{name}: cannot be decoded ({type(error).__name__}: {words}).") from error
+        raise ImageError(f"{name}: cannot be decoded ({kind}: {words}).") from error
 
 
 def _check_header(image: Any, name: str) -> None:

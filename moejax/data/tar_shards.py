@@ -80,7 +80,7 @@ def _members(path: str) -> Iterator[_Member]:
     try:
         with tarfile.open(path, "r:") as tar:
             for info in tar:
-                if info.isreg() and not info.issparse():
+                if info.isreg() and not info.issparse() and not _is_beside(info.name):
                     ref = ImageRef(path, info.name, info.offset_data, info.size)
                     yield _Member("", ref)
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
@@ -88,6 +88,11 @@ def _members(path: str) -> Iterator[_Member]:
             f"{path}: not a readable tar file ({reason(error)}). Shards are plain .tar, not "
             "compressed: their members are read one by one."
         ) from error
+
+
+def _is_beside(name: str) -> bool:
+    """Whether a member holds what macOS keeps beside a file, under the file's own name."""
+    return name.startswith("__MACOSX/") or name.rpartition("/")[2].startswith("._")
 
 
 def _record(where: str, members: list[_Member], field: str) -> dict[str, Any]:

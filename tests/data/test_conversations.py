@@ -62,7 +62,7 @@ def test_contents_are_texts_and_nulls_are_absent():
         ({"messages": [{"role": "user", "content": 3}]}, "list of text parts, not int"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            r"content\[0\] is 'image_url'; only text parts are read",
+            r"a part of the type 'image_url' has no file: write",
         ),
         ({"messages": [USER]}, "no message of the role 'assistant'"),
         ({"prompt": [USER, ANSWER], "completion": [USER]}, "no message of the role 'assistant'"),

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import tarfile
 
 import numpy as np
@@ -10,7 +11,7 @@ from PIL import Image
 
 from moejax.config import ConfigError, DataConfig, VisionConfig
 from moejax.data import ByteTokenizer, load_corpus, make_eval_batches, make_train_iterator
-from moejax.data.image_marks import ImageRef, has_marks, split_marks
+from moejax.data.image_marks import ImageRef, has_marks, split_marks, without_marks
 from moejax.data.images import image_size, read_image
 from moejax.data.whole_rows import IGNORED, fit_both
 
@@ -247,7 +248,16 @@ def test_bad_images_are_left_out_by_name_and_counted(folder, tmp_path, caplog):
     [
         ([message("user", image("https://x.y/z.png"), "?")], "'https://x.y/z.png' is no file here"),
         ([message("user", "\ue0f2")], r"private character U\+E0F2"),
-        ([message("user", {"type": "image"}, "?")], "is 'image'; only text parts are read"),
+        ([message("user", {"type": "image"}, "?")], "part of the type 'image' has no file: write"),
+        ([message("user", image(""))], "part of the type 'image' has no file: write its \"path\""),
+        ([message("user", {"type": "video"})], "is 'video'; parts that are read .* 'image_url'"),
+        ([message("user", {"type": "input_image"})], "is 'input_image'; parts that are read"),
+        ([message("user", "?") | {"images": 5}], 'has images=5. Write "images": a list of files'),
+        ([message("user", "?") | {"images": ["a"], "image": "b"}], "both `images` and `image`"),
+        (
+            [message("user", {"type": "image"}, "?") | {"images": ["a", "b"]}],
+            "1 of its 2 `images` have no part .* in its message",
+        ),
         ([message("user", {"type": "image", "path": 3})], "must be the path of a file, not 3"),
     ],
 )
@@ -268,6 +278,76 @@ def test_images_of_a_list_take_their_parts_in_turn(tmp_path):
     (tmp_path / "chats.jsonl").write_text(json.dumps(line))
     (text,) = load_corpus(config(tmp_path), "all").texts
     assert has_marks(text) and str(tmp_path / "a.png") in text
+
+
+@pytest.mark.parametrize(
+    "record, want",
+    [
+        ({"prompt": "a", "images": "f.png", "completion": "8"}, ["f.png", "a"]),
+        ({"prompt": "a", "image": "f.png", "completion": "8"}, ["f.png", "a"]),
+        ({"prompt": "a", "image": {"path": "f.png"}, "completion": "8"}, ["f.png", "a"]),
+        ({"prompt": "a", "images": None, "completion": "8"}, ["a"]),
+        ({"messages": [{"content": "a", "images": ["f.png", "g.png"]}]}, ["f.png", "g.png", "a"]),
+        ({"messages": [{"content": [{"type": "text", "text": "a"}], "image": "f.png"}]},
+         ["f.png", "a"]),
+        ({"messages": [{"content": ["b", {"type": "image"}, "a"], "images": "f.png"}]},
+         ["b", "f.png", "a"]),
+        ({"messages": [{"content": [{"type": "image"}, "a"]}], "images": "f.png"}, ["f.png", "a"]),
+        ({"messages": [{"images": "file:///x/a%20b.png"}]}, ["/x/a b.png"]),
+    ],
+)  # fmt: skip
+def test_an_image_is_never_dropped_whatever_it_stands_under(tmp_path, record, want):
+    for one in record.get("messages", []):
+        one["role"], content = "user", one.get("content")
+        if isinstance(content, list):
+            one["content"] = message("user", *content)["content"]
+    if "messages" in record:
+        record["messages"].append(message("assistant", "x"))
+    (found,) = read_lines(tmp_path, record)
+    text = found["prompt"] if "prompt" in found else found["messages"][0]["content"]
+    parts = [p.file if isinstance(p, ImageRef) else p for p in split_marks(text)]
+    assert [p.removeprefix(f"{tmp_path}/") for p in parts] == want
+
+
+def test_images_beside_messages_need_their_parts(tmp_path):
+    messages = [message("user", "?"), message("assistant", "x")]
+    with pytest.raises(ConfigError, match=r"chats.jsonl:1: 1 of its 1 `images` have no part"):
+        read_lines(tmp_path, {"messages": messages, "images": "f.png"})
+
+
+def read_lines(folder, *records) -> list[dict]:
+    """The records as `load_corpus` has them."""
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return [json.loads(text) for text in load_corpus(config(folder), "all").texts]
+
+
+def test_names_may_hold_the_characters_of_marks(tmp_path):
+    odd = "\ue0f0\ue0f1\ue0f2\ue0f3\ue0f4%2%"
+    (tmp_path / odd).mkdir()
+    path = tmp_path / odd / "s.tar"
+    shard(path, [(f"{odd}.png", png(8, 8, 0)), ("._a.png", b"x"), (f"{odd}.txt", b"c")])
+    (text,) = load_corpus(DataConfig(source="webdataset", paths=(str(path),)), "all").texts
+    ref, caption = split_marks(json.loads(text)["prompt"] + "c")
+    assert ref.source() == png(8, 8, 0) and (ref.file, ref.name) == (str(path), f"{odd}.png")
+    assert caption == "c" and without_marks(ref.mark) == "" and "\\ue0f2" in ref.label
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "null byte", "half a character"])
+def test_what_is_no_file_loses_its_own_sample_only(tmp_path, kind, caplog):
+    os.mkfifo(tmp_path / "pipe")
+    name = {"device": "/dev/zero", "folder": ".", "null byte": "a\0b.png"}.get(kind, kind)
+    if kind == "half a character":
+        with pytest.raises(ConfigError, match="not valid Unicode"):
+            read_lines(tmp_path, {"prompt": "", "image": "\ud800", "completion": "x"})
+        return
+    (tmp_path / "ok.png").write_bytes(png(8, 8, 0))
+    both = [{"prompt": "", "image": file, "completion": "x"} for file in (name, "ok.png")]
+    read_lines(tmp_path, *both)
+    one = {"validation_paths": (str(tmp_path / "chats.jsonl"),), "batch_size": 1, "epochs": 1}
+    batches = iterator(config(tmp_path, **one))
+    assert batches.bad_images == 1 and len(list(batches)) == 1
+    why = "no file can have this name" if kind == "null byte" else "is no regular file"
+    assert why in caplog.text
 
 
 def test_what_a_run_needs_is_said(folder):
