@@ -11,6 +11,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from moejax.cli import evaluate_alone
 from moejax.cli.flags import (
     Parser,
@@ -61,17 +63,26 @@ def main(argv: Sequence[str]) -> int:
         print(
             f"step {facts['step']}, {options.split} split: loss {facts['loss']:.4f} a token, "
             f"{facts['nats_per_byte']:.4f} nats a byte, over {facts['num_tokens']:,} tokens in "
-            f"rows of {facts['seq_len']:,}; "
+            f"rows of {facts['seq_len']:,}; {left_out_words(facts)}"
             f"perplexity {facts['perplexity']:.4f}, {facts['bits_per_byte']:.4f} bits a byte "
             f"({checkpoint})"
         )
     return 0
 
 
+def left_out_words(facts: Mapping[str, Any]) -> str:
+    """How many documents count nothing, and why; empty where all do."""
+    if not facts["left_out"]:
+        return ""
+    bad = f", {facts['bad_images']:,} of them for bad images" if facts["bad_images"] else ""
+    return f"{facts['documents']:,} documents, {facts['left_out']:,} left out{bad}; "
+
+
 def _parser() -> Parser:
     parser = Parser(
         "eval",
-        what="Loss, perplexity and bits a byte of a model on text. A split is evaluated in packed "
+        what="Loss, perplexity and bits a byte of a model on text or conversations, with images or "
+        "without. A split is evaluated in packed "
         "rows of data.seq_len, as during training, with the config the checkpoint was made with "
         "(or --config). "
         "--files, --alone, --per-document and model folders score every document by itself, "
@@ -192,7 +203,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Checkpoint, step, split, and what its loss is a token and a byte, ready for JSON.
 
-    Over the first `max_rows` rows of the split, 0 = all; num_bytes and documents are the split's.
+    Over the first `max_rows` rows of the split, 0 = all; num_bytes and documents are the split's,
+    without what is left out: too long, or `bad_images`, of which some are found only when read.
     """
     import jax
 
@@ -223,6 +235,8 @@ def evaluate(
         vision=cfg.model.vision,
     )
     result = Evaluator(program, batches)(params, balance)
+    damaged = total_over_processes(batches.num_damaged)
+    left_out = batches.num_left_out + damaged
     return {
         "checkpoint": str(checkpoint),
         "step": step,
@@ -234,8 +248,20 @@ def evaluate(
         "num_tokens": result.num_labels,
         "seq_len": cfg.data.seq_len,
         "num_bytes": batches.num_bytes,
-        "documents": len(corpus),
+        "documents": len(corpus) - left_out,
+        "left_out": left_out,
+        "bad_images": batches.num_bad_images + damaged,
     }
+
+
+def total_over_processes(count: int) -> int:
+    """The sum of what every process counted."""
+    import jax
+    from jax.experimental import multihost_utils
+
+    if jax.process_count() == 1:
+        return count
+    return int(multihost_utils.process_allgather(np.int32(count)).sum())
 
 
 def model_state(program: Program, checkpoint: pathlib.Path) -> tuple[Any, Any]:

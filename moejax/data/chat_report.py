@@ -20,7 +20,7 @@ class ChatFacts:
     """Counts of the training split.
 
     Attributes:
-      examples: conversations.
+      examples: conversations, those that are left out counted.
       rendering: how they become text.
       tokens, learned: tokens in rows, and those of them that have a label.
       rows: of an epoch.
@@ -28,6 +28,8 @@ class ChatFacts:
       dropped, truncated: conversations that were longer than a row.
       example: name of the first conversation in the rows.
       parts: its text as (text, whether it is learned), special tokens by name.
+      bad_images: conversations left out because of an image, as far as the heads of files tell.
+      crowded: what is to be said of those whose images have no room in a row, if there are any.
     """
 
     examples: int
@@ -40,11 +42,14 @@ class ChatFacts:
     truncated: int
     example: str
     parts: list[tuple[str, bool]]
+    bad_images: int = 0
+    crowded: str = ""
 
     def lines(self) -> list[str]:
         """The facts, a line each; what is learned of the example stands in `>>> <<<`."""
+        left_out = f"{self.bad_images:,} of them left out for bad images, " * bool(self.bad_images)
         told = [
-            f"conversations: {self.examples:,}, {self.rendering}",
+            f"conversations: {self.examples:,}, {left_out}{self.rendering}",
             f"tokens: {self.tokens:,} in {self.rows:,} rows, {self.fill:.1%} full; "
             f"{self.learned:,} are learned ({self.learned / max(self.tokens, 1):.1%})",
         ]
@@ -52,6 +57,8 @@ class ChatFacts:
             told.append(
                 f"longer than a row: {self.dropped:,} left out, {self.truncated:,} cut in front"
             )
+        if self.crowded:
+            told.append(f"{self.crowded}.")
         shown = "".join(f">>>{text}<<<" if learned else text for text, learned in self.parts)
         return [*told, f"example, learned what stands in >>> <<< ({self.example}):", shown, ""]
 
@@ -86,6 +93,7 @@ def chat_facts(
         len(corpus), _rendering(tokenizer, corpus), rows.num_tokens, rows.num_labels,
         rows.num_rows, rows.num_tokens / (rows.num_rows * cfg.seq_len), rows.num_dropped,
         rows.num_truncated, corpus.names[first], parts,
+        documents.num_bad, rows.crowded_words if rows.num_crowded else "",
     )  # fmt: skip
 
 

@@ -32,6 +32,8 @@ class EvalBatches:
       num_tokens: its tokens, every document's eos counted.
       num_labels: positions that have a label; a row's first token and a document's first have none.
       bytes_per_token: num_bytes / num_tokens; of conversations, / num_labels.
+      num_left_out: documents that no row has: because of an image, or too long.
+      num_bad_images: those of them with a bad image.
     """
 
     def __init__(
@@ -56,7 +58,9 @@ class EvalBatches:
         if document_ids:
             self._padding["document_ids"] = np.full(seq_len, -1, np.int32)
         self.num_tokens, self.num_labels = self._rows.num_tokens, self._rows.num_labels
-        self.num_bytes = self._rows.num_bytes
+        self.num_bytes, self.num_left_out = self._rows.num_bytes, self._rows.num_left_out
+        self.num_bad_images = sum(documents.num_bad for documents, _ in parts)
+        self._damaged: dict[int, int] = {}  # by row: each counts once, however often it is read
         self.bytes_per_token = self.num_bytes / self._rows.num_counted
 
     def __len__(self) -> int:
@@ -69,8 +73,16 @@ class EvalBatches:
             start = step * self._batch_size + index * local
             rows = [complete(self._row(n), self._room) for n in range(start, start + local)]
             batch = stack(rows)
-            batch.pop("bad_images", None)
+            for n, (count, _, _) in enumerate(batch.pop("bad_images", np.zeros((0, 3))), start):
+                self._damaged[n] = int(count)
             yield batch
+
+    @property
+    def num_damaged(self) -> int:
+        """Documents in rows of which nothing counts because of an image, of those that this process
+        has read; `num_bytes` and `num_labels`, which are known before that, have them.
+        """
+        return sum(self._damaged.values())
 
     def _row(self, n: int) -> Row:
         if n >= self._num_rows:
@@ -141,11 +153,12 @@ class _PartRows:
         self.num_rows = int(self._ends[-1])
         self.num_tokens = sum(packed.num_tokens for packed in self._packed)
         self.num_labels = sum(packed.num_labels for packed in self._packed)
-        self.num_bytes = self.num_counted = 0
+        self.num_bytes = self.num_counted = self.num_left_out = 0
         for packed, (_, num_bytes) in zip(self._packed, parts, strict=True):
             if isinstance(packed, WholeRows):
                 packed.check_filled("the held-out data")
                 self.num_bytes += packed.num_bytes
+                self.num_left_out += packed.num_left_out
                 self.num_counted += packed.num_labels
             else:
                 self.num_bytes += num_bytes

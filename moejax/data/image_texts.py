@@ -156,12 +156,16 @@ class DocumentImages:
       images: those of each document, in the order of its tokens.
       num_patches: int64, how many each document takes in a row's buffer.
       num_bad: documents left out because of an image.
+      names: of the documents.
+      told: those that were found damaged, so that each is told once.
     """
 
     rules: ImageRules
     images: list[tuple[ImageTokens, ...]]
     num_patches: np.ndarray
     num_bad: int
+    names: Sequence[str]
+    told: set[int] = dataclasses.field(default_factory=set)
 
     @property
     def room(self) -> int:
@@ -178,6 +182,9 @@ class DocumentImages:
         Args:
           documents: those in the row, in the order of its segments 1, 2, ...
           row: tokens, labels and segments.
+        Returns:
+          The row with the arrays of `ImageRoom.shapes`, and int32 `bad_images`: how many documents
+          have a bad one, the first document, and 0, where a mixture puts its member's number.
         """
         loaded, bad = [], 0
         for segment, document in enumerate(documents, 1):
@@ -188,7 +195,7 @@ class DocumentImages:
                 row["labels"] = np.where(row["segment_ids"] == segment, -100, row["labels"])
         assert self.rules.room is not None
         filled = self.rules.room.filled(row["tokens"], self.rules.pad_token, loaded)
-        return row | filled | {"bad_images": np.array(bad, np.int32)}
+        return row | filled | {"bad_images": np.array([bad, documents[0], 0], np.int32)}
 
     def _load(self, document: int) -> tuple[list[PatchedImage], bool]:
         images, failed = [], False
@@ -196,9 +203,13 @@ class DocumentImages:
             try:
                 images.append(self.rules.load(one))
             except ImageError as error:
-                _LOG.warning("%s Nothing is learned from its sample.", error)
+                if document not in self.told:
+                    name = self.names[document]
+                    _LOG.warning("%s: %s Nothing of the sample is learned.", name, error)
                 images.append(self.rules.blank(one))
                 failed = True
+        if failed:
+            self.told.add(document)
         return images, failed
 
 
@@ -206,7 +217,7 @@ def complete(row: dict[str, np.ndarray], room: ImageRoom | None) -> dict[str, np
     """A row with buffers for images, where rows have them; as it is where it has its own."""
     if room is None or "feature_at" in row:
         return row
-    return row | room.empty(len(row["tokens"])) | {"bad_images": np.array(0, np.int32)}
+    return row | room.empty(len(row["tokens"])) | {"bad_images": np.zeros(3, np.int32)}
 
 
 def tell_bad(messages: Sequence[str], say: Callable[..., None] = _LOG.warning) -> None:

@@ -8,7 +8,7 @@ lengths.
 
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Bool, Int, Integer
@@ -133,18 +133,20 @@ def _conversations(
         np.concatenate([example.trained for example in made]),
         np.array([example.num_bytes for example in made], np.int64),
         rules.too_long,
-        _images(made, images, encode.bad),
+        _images(made, images, encode.bad, corpus.names),
     )
 
 
-def _images(made: list[Example], rules: ImageRules | None, bad: list[str]) -> DocumentImages | None:
+def _images(
+    made: list[Example], rules: ImageRules | None, bad: list[str], names: Sequence[str]
+) -> DocumentImages | None:
     """Those of conversations, where any has some."""
     images = [example.images for example in made]
     tell_bad(bad)
     if rules is None or not (any(images) or bad):
         return None
     patches = [sum(rows * columns for _, _, (rows, columns) in own) for own in images]
-    return DocumentImages(rules, images, np.array(patches, np.int64), len(bad))
+    return DocumentImages(rules, images, np.array(patches, np.int64), len(bad), names)
 
 
 def _joined(parts: list[Documents]) -> Documents:

@@ -39,21 +39,26 @@ class _BatchAt:
 
 
 class TrainIterator(Iterator[Batch]):
-    """Batches with a position; made by :func:`make_train_iterator`.
-
-    Attributes:
-      bad_images: samples of which nothing is learned because of an image, of those read by this
-        process so far; None where rows have no images.
-    """
+    """Batches with a position; made by :func:`make_train_iterator`."""
 
     def __init__(
         self, cfg: DataConfig, rows: Rows, identity: Mapping[str, Any], own: Sequence[int],
         room: ImageRoom | None = None, bad_images: int = 0,
     ):  # fmt: skip
         self._cfg, self._rows, self._identity, self._own = cfg, rows, dict(identity), own
-        self._room, self.bad_images = room, None if room is None else bad_images
+        self._room, self._left_out = room, bad_images
+        # Of rows as they are packed, by member and first document: a row comes again every epoch.
+        self._damaged: dict[tuple[int, int], int] = {}
         self._batches: grain.DatasetIterator | None = None
         self._consumed = 0
+
+    @property
+    def bad_images(self) -> int | None:
+        """Samples of which nothing is learned because of an image, each counted once: those left
+        out when the data was read, and those this process found in the rows up to its position, of
+        a resumed run from its beginning. None where rows have no images.
+        """
+        return None if self._room is None else self._left_out + sum(self._damaged.values())
 
     def _start(self, first_row: int) -> None:
         """Goes to a row of the stream; workers start at the next batch that is asked for."""
@@ -102,14 +107,17 @@ class TrainIterator(Iterator[Batch]):
         if self._cfg.num_workers:
             # What a worker sends lies in shared memory, which must not outlive the iterator.
             batch = {key: np.array(value) for key, value in batch.items()}
-        if self.bad_images is not None:
-            self.bad_images += int(batch.pop("bad_images").sum())
+        if self._room is not None:
+            for count, document, member in batch.pop("bad_images").tolist():
+                if count:
+                    self._damaged[member, document] = count
         return batch
 
     def get_state(self) -> dict[str, Any]:
         """The position behind the last batch handed out, whatever was prefetched; for JSON.
 
-        It counts global rows, so it is the same in every process and for every number of processes.
+        It counts global rows, so it is the same in every process and for every number of processes;
+        only `bad_images` is what this process found.
         """
         state = {
             "format": _STATE_FORMAT,
@@ -125,6 +133,9 @@ class TrainIterator(Iterator[Batch]):
                 "member_rows": self._rows.member_rows(self._consumed),
                 "member_rows_per_epoch": self._rows.member_rows_per_epoch(),
             }
+        if self._room is not None:
+            found = [[*row, count] for row, count in self._damaged.items()]
+            state["bad_images"] = {"count": self.bad_images, "damaged": found}
         return state
 
     def set_state(self, state: Mapping[str, Any]) -> None:
@@ -150,11 +161,25 @@ class TrainIterator(Iterator[Batch]):
                 f"data position has format {known!r}, rows {rows} of {old}; only format "
                 f"{_STATE_FORMAT} is read."
             )
+        self._damaged = self._known_damaged(state)
         if isinstance(self._rows, MixedRows):
             self._start(_mixture_start(self._rows, rows, state.get("mixture")))
             return
         # A mixture counts its epochs otherwise: a single source that follows one begins anew.
         self._start(0 if "mixture" in state else _same_share(rows, old, self._rows.rows_per_epoch))
+
+    def _known_damaged(self, state: Mapping[str, Any]) -> dict[tuple[int, int], int]:
+        """The rows with bad images that a state names; none where rows were packed otherwise."""
+        now = {"seq_len": self._cfg.seq_len, **self._identity}
+        if self._room is None or any(state.get(key) != value for key, value in now.items()):
+            return {}
+        try:
+            found = state.get("bad_images", {}).get("damaged", [])
+            return {(int(member), int(document)): int(n) for member, document, n in found}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"data position has bad_images={state['bad_images']!r}, which is not one ({error})."
+            ) from error
 
     @property
     def epoch(self) -> float:

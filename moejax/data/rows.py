@@ -88,11 +88,7 @@ class ShuffledRows:
         self._whole.check_filled(f"the training split{name and f' of {name}'}")
         self.num_rows = epochs * self.rows_per_epoch if epochs else None
         if self._whole.num_crowded:
-            warnings.warn(
-                f"{self._whole.num_crowded:,} conversations are left out: their images together "
-                "have more patches than data.image_patches",
-                stacklevel=2,
-            )
+            warnings.warn(self._whole.crowded_words, stacklevel=2)
         if self._whole.num_dropped or self._whole.num_truncated:
             warnings.warn(
                 f"of {len(self._documents):,} conversations {self._whole.num_dropped:,} are left "
@@ -216,7 +212,10 @@ class MixedRows:
         if self.num_rows is not None and n >= self.num_rows:
             before = self._rows[member].num_rows or 0  # behind the end: padding
             return self._rows[member][before]
-        return self._rows[member][self._base[member] + before]
+        row = self._rows[member][self._base[member] + before]
+        if "bad_images" in row:
+            row["bad_images"][2] = member
+        return row
 
     def member_rows(self, n: int) -> dict[str, int]:
         """How many rows of each member lie before row n, those before row 0 counted."""

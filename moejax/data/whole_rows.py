@@ -32,6 +32,7 @@ class WholeRows:
       num_tokens: tokens in them.
       num_labels: positions that have a label.
       num_bytes: bytes of the learned texts in them.
+      num_left_out: documents that are in no row, for whatever reason.
       num_dropped, num_truncated: documents that were too long.
       num_crowded: documents with more patches of images than a row has room for.
     """
@@ -45,8 +46,10 @@ class WholeRows:
         if images is not None:
             crowded = (images.num_patches > images.room) & (starts >= 0)
             self.num_crowded, starts = int(crowded.sum()), np.where(crowded, -1, starts)
+            self._first_crowded = int(np.argmax(crowded))
         kept = order[starts[order] >= 0]
-        self.num_dropped = len(order) - len(kept) - self.num_crowded
+        self.num_left_out = len(order) - len(kept)
+        self.num_dropped = self.num_left_out - self.num_crowded
         self._starts, self._stops = starts, documents.starts[1:]
         lengths = (self._stops - starts)[kept]
         if images is None:
@@ -64,6 +67,17 @@ class WholeRows:
         self.num_labels = int((before[self._stops[kept]] - before[starts[kept] + 1]).sum())
         self.num_bytes = int(bytes_of[kept].sum())
 
+    @property
+    def crowded_words(self) -> str:
+        """How many are left out because of the patches of their images, and one of them."""
+        images, first = self._documents.images, self._first_crowded
+        assert images is not None
+        return (
+            f"{self.num_crowded:,} conversations are left out: their images have together more "
+            f"patches than data.image_patches={images.room}, those of {images.names[first]} "
+            f"{images.num_patches[first]:,}. Raise it, or take images out"
+        )
+
     def check_filled(self, what: str) -> None:
         """Raises ConfigError when there is no row; `what` says of which data."""
         if self.num_rows:
@@ -71,6 +85,8 @@ class WholeRows:
         lengths = np.diff(self._documents.starts)
         if not lengths.any():
             raise ConfigError(f"{what} has no conversation whose images can be used.")
+        if self.num_crowded == len(lengths) - (lengths == 0).sum():
+            raise ConfigError(f"{what} is empty: {self.crowded_words}.")
         fit = (lengths <= self._seq_len).sum()
         if fit:
             why = f"{fit:,} are short enough, but no answer in them is learned. Check data.train_on"

@@ -200,7 +200,7 @@ class Loop:
             now = time.perf_counter()
             step_s, self._mark = now - self._mark, now
             self.tokens += self.step_tokens
-            self._report(done.step, host, step_s)
+            self._report(done.step, host, step_s, done.position)
             if done.step != held and done.step % self.cfg.log.every == 0:
                 self.writers.write(done.step, self.last)
 
@@ -238,7 +238,10 @@ class Loop:
         """Speed of all steps of this process but its first, which compiles."""
         return self._timed_steps * self.step_tokens / self._timed_s if self._timed_steps else None
 
-    def _report(self, step: int, host: dict[str, np.ndarray], step_s: float) -> None:
+    def _report(
+        self, step: int, host: dict[str, np.ndarray], step_s: float, position: dict[str, Any]
+    ) -> None:
+        """The step's line; `position` is that of the data behind it, a later batch may be read."""
         rate = self.step_tokens / step_s
         if step > self.start_step + 1:
             self._timed_steps += 1
@@ -274,8 +277,8 @@ class Loop:
         if self.goodput is not None:
             self.goodput.add(step_s)
             row |= self.goodput.row()
-        if self.iterator.bad_images is not None:
-            row["bad_images"] = self.iterator.bad_images
+        if "bad_images" in position:
+            row["bad_images"] = position["bad_images"]["count"]
         for name in ("indexer_kl", "aux_loss", "max_logit"):
             if name in host:
                 row[name] = np.asarray(host[name]).tolist()

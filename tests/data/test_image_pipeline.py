@@ -10,7 +10,13 @@ import pytest
 from PIL import Image
 
 from moejax.config import ConfigError, DataConfig, VisionConfig
-from moejax.data import ByteTokenizer, load_corpus, make_eval_batches, make_train_iterator
+from moejax.data import (
+    ByteTokenizer,
+    chat_facts,
+    load_corpus,
+    make_eval_batches,
+    make_train_iterator,
+)
 from moejax.data.image_marks import ImageRef, has_marks, split_marks, without_marks
 from moejax.data.images import image_size, read_image
 from moejax.data.whole_rows import IGNORED, fit_both
@@ -230,17 +236,70 @@ def test_bad_images_are_left_out_by_name_and_counted(folder, tmp_path, caplog):
         good["messages"][0] = message("user", image(name), "what?")
         lines.append(json.dumps(good))
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
-    one = {"validation_paths": (str(tmp_path / "chats.jsonl"),), "batch_size": 1, "epochs": 1}
-    batches = iterator(config(tmp_path, **one))
+    one = {"validation_paths": (str(tmp_path / "chats.jsonl"),), "batch_size": 1, "epochs": 3}
+    cfg = config(tmp_path, **one)
+    batches = iterator(cfg)
     assert batches.bad_images == 2  # known before anything is decoded
-    (batch,) = list(batches)
+    batch = next(batches)
     assert batches.bad_images == 3
+    state = json.loads(json.dumps(batches.get_state()))
+    resumed = iterator(cfg, start_state=state)
+    assert resumed.bad_images == 3  # nothing of it is read again
+    assert len(list(batches)) == len(list(resumed)) == 2
+    assert batches.bad_images == resumed.bad_images == 3  # once, not every epoch
+    assert iterator(cfg, start_state=state | {"corpus_sha256": ""}).bad_images == 2
+    with pytest.raises(ConfigError, match="bad_images=3, which is not one"):
+        iterator(cfg, start_state=state | {"bad_images": 3})
     learned = [set(batch["segment_ids"][batch["labels"] >= 0].tolist())]
     assert len(learned[0]) == 1 and batch["segment_ids"].max() == 2
     told = caplog.text
     for name in ("none: cannot be read", "no.png: cannot be decoded", "half.png: cannot be"):
         assert name in told, told
     assert "good.png" not in told
+    damaged = [r.getMessage() for r in caplog.records if "Nothing of the sample" in r.getMessage()]
+    assert len(damaged) == 2 and all(line.startswith("chats.jsonl:3: ") for line in damaged)
+
+    corpus = load_corpus(cfg, "train")
+    facts = chat_facts(cfg, BYTES, corpus, VISION)
+    assert facts.lines()[0].startswith("conversations: 4, 2 of them left out for bad images, ")
+    held_out = make_eval_batches(cfg, BYTES, corpus, 1, vision=VISION)
+    assert (held_out.num_left_out, held_out.num_bad_images, held_out.num_damaged) == (2, 2, 0)
+    assert len(list(held_out)) == len(list(held_out)) == 1
+    assert (held_out.num_left_out, held_out.num_bad_images, held_out.num_damaged) == (2, 2, 1)
+
+
+def test_a_mixture_tells_the_bad_rows_of_its_members_apart(tmp_path):
+    (tmp_path / "half.png").write_bytes(png(8, 8, 0)[:-30])
+    line = json.dumps({"prompt": "", "image": "half.png", "completion": "x"})
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(line)
+    members = [
+        {"name": n, "source": "chat", "paths": (f"{tmp_path}/{n}.jsonl",),
+         "validation_paths": (f"{tmp_path}/{n}.jsonl",)}
+        for n in "ab"
+    ]  # fmt: skip
+    cfg = config(tmp_path).replace(mixture=members, epochs=2)
+    batches = iterator(cfg)
+    assert len(list(batches)) == 2 and batches.bad_images == 2
+    assert sorted(batches.get_state()["bad_images"]["damaged"]) == [[0, 0, 1], [1, 0, 1]]
+
+
+def test_samples_with_too_many_patches_are_named(tmp_path):
+    for name in ("a.png", "b.png"):
+        (tmp_path / name).write_bytes(png(16, 16, 0))  # 16 patches
+    record = {"prompt": "p", "images": ["a.png", "b.png"], "completion": "x"}
+    read_lines(tmp_path, record | {"images": "a.png"}, record)
+    one = {"validation_paths": (str(tmp_path / "chats.jsonl"),), "image_patches": 16}
+    cfg = config(tmp_path, **one)
+    corpus = load_corpus(cfg, "train")
+    (told,) = [x for x in chat_facts(cfg, BYTES, corpus, VISION).lines() if "patches" in x]
+    assert told.startswith("1 conversations are left out: ")
+    assert "data.image_patches=16, those of chats.jsonl:2 32" in told
+    with pytest.warns(UserWarning, match=r"those of chats\.jsonl:2 32"):
+        iterator(cfg)
+    read_lines(tmp_path, record)
+    with pytest.raises(ConfigError, match="the training split is empty: 1 conversations are"):
+        iterator(cfg)
 
 
 @pytest.mark.parametrize(
