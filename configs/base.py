@@ -506,6 +506,8 @@ def get_config() -> ConfigDict:
     c.checkpoint.keep_best = True
     # write in the background
     c.checkpoint.asynchronous = True
+    # folder of the steps, where it is not WORKDIR/checkpoints: gs://BUCKET/RUN, or another disk
+    c.checkpoint.dir = ""
     # steps between local checkpoints, which a restart on the same hosts prefers where they are
     # newer than the durable ones; 0 = none [>= 0]
     c.checkpoint.local_every = 0

@@ -11,35 +11,96 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
+import json
+import os
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
+import fsspec
 import jax
 import numpy as np
+from etils import epath
 
 from moejax.config import ConfigError
+from moejax.config.load import RESOLVED_FILE
 from moejax.typing import PyTree
 
 FORMAT_VERSION = 1
 SUBDIR = "checkpoints"
 _BYTES = "__bytes__"
+_STORE = "gs://"
+# Written last where nothing can be renamed at once; Orbax's name for it.
+COMMITTED = "commit_success.txt"
 
 
 class CheckpointError(ConfigError):
     """A checkpoint that cannot be used; the message is one line, meant for the user."""
 
 
+def in_store(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is the address of an object store."""
+    return os.fspath(path).startswith(_STORE)
+
+
+def as_path(path: str | os.PathLike[str]) -> pathlib.Path:
+    """An absolute path; for an object store one with the same methods that speaks to it.
+
+    Raises:
+      CheckpointError: what speaks to it is not installed.
+    """
+    if not in_store(path):
+        return pathlib.Path(path).expanduser().absolute()
+    if not any(map(importlib.util.find_spec, ("gcsfs", "tensorflow"))):
+        raise CheckpointError(f"{os.fspath(path)} needs gcsfs: pip install 'moejax[gcs]'.")
+    # Other processes write there: what was listed once may have changed since.
+    fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
+    return cast(pathlib.Path, epath.Path(os.fspath(path)))
+
+
 def steps_in(directory: pathlib.Path) -> list[int]:
-    """Finished steps, ascending. Orbax renames a step to its number only once it is complete."""
+    """Finished steps, ascending.
+
+    Orbax renames a step to its number only once it is complete. In an object store, where a
+    folder is nothing that could be renamed, it adds a file.
+    """
     if not directory.is_dir():
         return []
-    return sorted(int(p.name) for p in directory.iterdir() if p.name.isdigit() and p.is_dir())
+    steps = [p for p in directory.iterdir() if p.name.isdigit() and p.is_dir()]
+    if in_store(directory):
+        steps = [p for p in steps if (p / COMMITTED).is_file()]
+    return sorted(int(p.name) for p in steps)
+
+
+def files_below(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """All files at any depth; object stores list no deeper than one level at a time."""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name):
+        if path.is_dir():
+            yield from files_below(path)
+        elif path.is_file():
+            yield path
+
+
+def size_bytes(path: pathlib.Path) -> int:
+    """Of a file."""
+    if in_store(path):
+        return cast(Any, path).stat().length
+    return path.stat().st_size
+
+
+def kept_elsewhere(workdir: pathlib.Path) -> str:
+    """`checkpoint.dir` of the run in a folder, "" where it keeps its checkpoints there."""
+    try:
+        said = json.loads((workdir / RESOLVED_FILE).read_text())["checkpoint"]["dir"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return str(said)
 
 
 def checkpoints_dir(path: str | pathlib.Path) -> pathlib.Path:
     """The folder of steps that belongs to `path`, a workdir or already a folder of steps."""
-    path = pathlib.Path(path).expanduser().absolute()
+    path = as_path(path)
     return path if path.name == SUBDIR or steps_in(path) else path / SUBDIR
 
 
@@ -49,12 +110,16 @@ def locate(path: str | pathlib.Path) -> tuple[pathlib.Path, int | None]:
     Raises:
       CheckpointError: nothing there is a checkpoint; the line lists what is there.
     """
-    path = pathlib.Path(path).expanduser().absolute()
+    path = as_path(path)
     if path.name.isdigit() and path.is_dir():
         return path.parent, int(path.name)
     directory = checkpoints_dir(path)
     if steps_in(directory):
         return directory, None
+    if elsewhere := kept_elsewhere(path):
+        raise CheckpointError(
+            f"the run in {path} keeps its checkpoints in {elsewhere}: copy one to {directory}/STEP."
+        )
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}: the path does not exist.")
     names = sorted(p.name for p in path.iterdir()) if path.is_dir() else ["a file"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -54,7 +55,7 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one run, under `<workdir>/checkpoints/<step>`.
+    """The checkpoints of one run, under `<workdir>/checkpoints/<step>` or `checkpoint.dir`.
 
     Nothing is written before the first `save`; reading leaves the folder as it is.
     """
@@ -63,10 +64,13 @@ class Checkpoints:
         """
         Args:
           workdir: the run's folder, or its `checkpoints` folder.
-          cfg: period, number kept, whether the best is kept, whether saving is asynchronous.
+          cfg: period, number kept, whether the best is kept, whether saving is asynchronous,
+            and the folder of steps where it is not the workdir's.
         """
-        self.directory = layout.checkpoints_dir(workdir)
         self._cfg = cfg or CheckpointConfig()
+        self.directory = (
+            layout.as_path(self._cfg.dir) if self._cfg.dir else layout.checkpoints_dir(workdir)
+        )
         self._manager: ocp.CheckpointManager | None = None
         self._keep = _Keep(self._cfg)
         self._saved: set[int] = set()
@@ -74,8 +78,9 @@ class Checkpoints:
         self._damaged: set[int] = set()
 
     def all_steps(self) -> list[int]:
-        """Finished steps, ascending."""
-        return layout.steps_in(self.directory)
+        """Finished steps, ascending. Raises CheckpointError where a store does not answer."""
+        with self._told("read from"):
+            return layout.steps_in(self.directory)
 
     def latest_step(self) -> int | None:
         """The newest finished step, None without one."""
@@ -136,10 +141,8 @@ class Checkpoints:
             "leaves": layout.describe(state_tree),
         }
         self.wait()
-        try:
+        with self._told("written to", OSError, ValueError):
             self._write(step, state_tree, meta)
-        except (OSError, ValueError) as error:
-            raise self._unwritable(error) from error
         if not self._cfg.asynchronous:
             self.wait()
         return True
@@ -253,10 +256,8 @@ class Checkpoints:
         """Returns when the save in progress is on disk. Raises CheckpointError if it failed."""
         if self._manager is None:
             return
-        try:
+        with self._told("written to", OSError, ValueError):
             self._manager.wait_until_finished()
-        except (OSError, ValueError) as error:
-            raise self._unwritable(error) from error
 
     def close(self) -> None:
         """Finishes the save in progress and frees the threads."""
@@ -290,13 +291,23 @@ class Checkpoints:
         step, so that the checksums are part of the same atomic commit.
         """
         if jax.process_index() == 0:
-            for unfinished in self.directory.glob(f"{self._saving}.orbax-checkpoint-tmp*"):
+            name = str(self._saving)
+            if not layout.in_store(self.directory):  # where it has its name from the beginning
+                name += ".orbax-checkpoint-tmp*"
+            for unfinished in self.directory.glob(name):
                 integrity.write_checksums(unfinished)
 
     def _set_aside(self) -> None:
-        """Renames the damaged steps a fall-back passed over: they count as steps no more."""
+        """Renames the damaged steps a fall-back passed over: they count as steps no more.
+
+        In a store, where every object of a step would be copied, they lose the mark that they are
+        whole, and Orbax clears them with what killed saves have left.
+        """
         damaged, self._damaged = self._damaged, set()
         for step in damaged if jax.process_index() == 0 else ():
+            if layout.in_store(self.directory):
+                (self.path(step) / layout.COMMITTED).unlink(missing_ok=True)
+                continue
             target = self.directory / f"{step}.damaged"
             if self.path(step).exists() and not target.exists():
                 self.path(step).rename(target)
@@ -314,9 +325,22 @@ class Checkpoints:
                 continue
         return losses
 
-    def _unwritable(self, error: BaseException) -> CheckpointError:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        return CheckpointError(f"checkpoints cannot be written to {self.directory}: {reason}.")
+    @contextlib.contextmanager
+    def _told(self, how: str, *kinds: type[Exception]) -> Iterator[None]:
+        """Makes one line of errors of some kinds, and of a store's, which has kinds of its own."""
+        try:
+            yield
+        except jax.errors.JaxRuntimeError:  # of another process that is gone
+            raise
+        except Exception as error:
+            if isinstance(error, CheckpointError) or not (
+                isinstance(error, kinds) or layout.in_store(self.directory)
+            ):
+                raise
+            lines = (getattr(error, "strerror", None) or str(error)).splitlines()
+            reason = (lines or [type(error).__name__])[0].rstrip(".")
+            line = f"checkpoints cannot be {how} {self.directory}: {reason}."
+            raise CheckpointError(line) from error
 
 
 class _Keep:

@@ -79,7 +79,9 @@ def refuse_adapters(where: Any, lora_rank: int) -> None:
 
 def is_hf_folder(path: pathlib.Path) -> bool:
     """Whether a folder is a model in a published format and no workdir of ours."""
-    return (path / "config.json").is_file() and not layout.steps_in(path / layout.SUBDIR)
+    if not (path / "config.json").is_file() or layout.kept_elsewhere(path):
+        return False
+    return not layout.steps_in(path / layout.SUBDIR)
 
 
 class CheckpointWeights:

@@ -115,6 +115,7 @@ def finetune_config(options: argparse.Namespace, overrides: Mapping[str, str]) -
     if not start:
         raise ConfigError("--init-from is needed: the weights that are fine-tuned.")
     changes: dict[str, Any] = {"init_from": start, **_data_changes(options, asked)}
+    changes["checkpoint.dir"] = ""  # that of the run it starts from
     if asked.data.tokenizer == "bpe":
         changes["data.tokenizer"] = _tokenizer_of(start)
     changes |= _rates(base, lora=asked.lora.rank > 0)

@@ -124,11 +124,17 @@ class CheckpointConfig(Section):
     keep_every: int = setting(0, ge=0)
     keep_best: bool = setting(True)
     asynchronous: bool = setting(True)
+    dir: str = setting("")
     local_every: int = setting(0, ge=0)
     local_dir: str = setting("")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if "://" in self.dir and not self.dir.startswith("gs://"):
+            raise ConfigError(
+                f"checkpoint.dir={self.dir!r}: Orbax writes to gs:// and to folders, to no other "
+                "store. Mount the bucket (mountpoint-s3, s3fs) and name the folder."
+            )
         if bool(self.local_every) != bool(self.local_dir):
             raise ConfigError(
                 f"checkpoint.local_every={self.local_every} and checkpoint.local_dir="

@@ -72,6 +72,7 @@ from moejax.train.state import (
 )
 from moejax.train.trainable import merge
 from moejax.train.workdir import (
+    check_not_moved,
     check_writable,
     leaving_no_tokenizer,
     local_folder,
@@ -133,6 +134,7 @@ def run(
     placer = open_placer(program)
     checkpoints = Checkpoints(workdir, cfg.checkpoint)
     latest = checkpoints.latest_step()
+    check_not_moved(workdir, checkpoints)
     if latest is not None:
         check_same_model(program, checkpoints.path(latest))
         if over := _already_over(program.cfg, workdir, checkpoints, latest):

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 
 import jax
 
+from moejax.checkpoint import Checkpoints, layout
 from moejax.config import ConfigError, RunConfig, as_dict
 from moejax.config.load import RESOLVED_FILE
 from moejax.data import Corpus, Tokenizer
@@ -28,7 +29,7 @@ def local_folder(path: str | os.PathLike[str]) -> pathlib.Path:
         raise ConfigError(
             f"--workdir={text} is not a folder: the run appends to files and locks them there, "
             "which object stores cannot. Use a shared folder, or mount the bucket (gcsfuse, "
-            "mountpoint-s3)."
+            "mountpoint-s3); --config.checkpoint.dir=gs://... keeps checkpoints in one."
         )
     return pathlib.Path(text)
 
@@ -46,6 +47,18 @@ def check_writable(workdir: pathlib.Path) -> None:
         raise ConfigError(
             f"workdir {workdir} is not writable: no permission in {place}. "
             "Choose another --workdir."
+        )
+
+
+def check_not_moved(workdir: pathlib.Path, checkpoints: Checkpoints) -> None:
+    """Raises ConfigError where a run would begin anew since its checkpoints lie elsewhere."""
+    if checkpoints.latest_step() is not None:
+        return
+    before = layout.kept_elsewhere(workdir) or workdir / layout.SUBDIR
+    if layout.steps_in(layout.as_path(before)):
+        raise ConfigError(
+            f"{checkpoints.directory} is empty, but the run in {workdir} has its checkpoints in "
+            f"{before}: set checkpoint.dir to that, or copy them."
         )
 
 

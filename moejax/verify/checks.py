@@ -237,7 +237,7 @@ def save_and_resume(at: Setting) -> Result:
     if at.trained is None:
         raise Skipped("no step was trained")
     program, seed = at.program, at.program.cfg.seed
-    saved = Checkpoints(at.folder / "run", program.cfg.checkpoint)
+    saved = Checkpoints(at.folder / "run", program.cfg.checkpoint.replace(dir=""))
     saved.save(1, as_tree(at.trained, seed), position={}, config=as_dict(program.cfg))
     saved.close()
     back = from_tree(Checkpoints(at.folder / "run").restore(1, abstract_tree(program)).state)
