@@ -10,7 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+from pallas_kernels import checks
 
 # The lse of a query that sees no key: exp(score - NO_KEY_LSE) is 0 for any finite score.
 NO_KEY_LSE = 1e30
@@ -74,6 +77,17 @@ def scan_queries(
     return carry, jax.tree.map(join, ys)
 
 
+def zeros_of(like: jax.Array, shape: tuple[int, ...], dtype: Any, value: float = 0) -> jax.Array:
+    """`value` of a shape, to start a loop's sums: varying over a shard_map's axes as `like` is.
+
+    With `check_vma=True` a loop refuses sums that start as the same on all devices and do not stay
+    so.
+    """
+    start = jnp.full(shape, value, dtype)
+    axes = tuple(getattr(getattr(jax.typeof(like), "manual_axis_type", None), "varying", ()))
+    return lax.pcast(start, axes, to="varying") if axes else start
+
+
 def visible(
     seg_q_BT: jax.Array,
     seg_k_BS: jax.Array,
@@ -116,6 +130,7 @@ def check_segments(
     """Segment ids as int32 [B, T], ones if None. Raises ValueError for another shape or dtype."""
     if segment_ids is None:
         return jnp.ones(shape, jnp.int32)
+    checks.check_array(f"{op}: {name}", segment_ids)
     if segment_ids.shape != shape:
         raise ValueError(
             f"{op}: {name} has shape {tuple(segment_ids.shape)}, allowed is {shape}. "
@@ -149,14 +164,17 @@ def check_both_segments(
 
 
 def check_shapes(op: str, dims: str, **arrays: jax.Array) -> dict[str, int]:
-    """Sizes of the letters in `dims`, "q: B T N H; k: B S N H". Raises ValueError if they clash.
+    """Sizes of the letters in `dims`, "q: B T+ N H; k: B S+ N H"; those with "+" are at least 1.
 
-    All named arrays must be floating.
+    Raises:
+      ValueError: the shapes clash, or an array is neither bfloat16, float32 nor float64.
+      TypeError: one is no array.
     """
     sizes: dict[str, int] = {}
     for clause in dims.split(";"):
         name, letters = (part.strip() for part in clause.split(":"))
-        shape, wanted = arrays[name].shape, letters.split()
+        checks.check_array(f"{op}: {name}", arrays[name])
+        shape, wanted = arrays[name].shape, letters.replace("+", "").split()
         known = [sizes.get(letter, size) for letter, size in zip(wanted, shape, strict=False)]
         if len(shape) != len(wanted) or tuple(known) != tuple(shape):
             spelt = " ".join(f"{a}={sizes[a]}" if a in sizes else a for a in wanted)
@@ -165,7 +183,13 @@ def check_shapes(op: str, dims: str, **arrays: jax.Array) -> dict[str, int]:
                 f"Check the order of its dimensions against the other arguments."
             )
         sizes.update(zip(wanted, shape, strict=True))
-        if not jnp.issubdtype(arrays[name].dtype, jnp.floating):
+        empty = [a[0] for a in letters.split() if a.endswith("+") and sizes[a[0]] < 1]
+        if empty:
+            raise ValueError(
+                f"{op}: {name} has shape {tuple(shape)}; give [{' '.join(wanted)}] with "
+                f"{empty[0]} at least 1."
+            )
+        if str(arrays[name].dtype) not in ("bfloat16", "float32", "float64"):
             raise ValueError(f"{op}: {name} is {arrays[name].dtype}; give bfloat16 or float32.")
     return sizes
 
@@ -177,13 +201,23 @@ def check_one_dtype(op: str, **arrays: jax.Array) -> None:
         raise ValueError(f"{op}: dtypes differ, {dtypes}. Cast them to one dtype first.")
 
 
-def check_indices(op: str, indices: jax.Array, batch: int, queries: int) -> None:
-    """Raises ValueError unless `indices` is an integer [B, T, J]."""
-    if indices.ndim != 3 or indices.shape[:2] != (batch, queries):
+def check_indices(op: str, indices: jax.Array, batch: int, queries: int, keys: int) -> jax.Array:
+    """The indices as int32 [B, T, J], -1 where they name none of the keys.
+
+    So every implementation sees the same empty slots.
+
+    Raises:
+      ValueError: `indices` is no array of signed integers [B, T, J], or J is 0.
+    """
+    checks.check_array(f"{op}: indices", indices)
+    if indices.ndim != 3 or indices.shape[:2] != (batch, queries) or indices.shape[2] < 1:
         raise ValueError(
             f"{op}: indices has shape {tuple(indices.shape)}, allowed is "
-            f"[B={batch} T={queries} J]. "
+            f"[B={batch} T={queries} J] with J at least 1. "
             f"Give a row of key positions per query, -1 for an empty slot."
         )
     if not jnp.issubdtype(indices.dtype, jnp.signedinteger):
         raise ValueError(f"{op}: indices is {indices.dtype}; give int32 (-1 marks an empty slot).")
+    # compared in the wider of both dtypes: `keys` may not fit int8, nor what int64 holds int32
+    wide = jnp.asarray(indices, np.promote_types(indices.dtype, np.int32))
+    return jnp.where((wide >= 0) & (wide < keys), wide, -1).astype(jnp.int32)

@@ -128,6 +128,9 @@ def candidates(
             return names
         first = f"pallas_{platform}" if first == "pallas" and platform != "cpu" else first
         return (first, *(name for name in names if name != first))
+    if not isinstance(impl, str):
+        allowed = ", ".join((*impls, "pallas"))
+        raise ValueError(f"impl={impl!r} is no name. Use one of {allowed}, or None to choose.")
     name = f"pallas_{platform}" if impl == "pallas" else impl
     if name in impls:
         return (name,)

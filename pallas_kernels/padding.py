@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def without_padding(segment_ids: jax.Array | None, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays [B, T, ...] with 0 where the id is 0, whatever stood there, NaN too.
+    """The arrays [B, T, ...] with 0 where the id is 0 (or False), whatever stood there, NaN too.
 
     So are the gradients. Without ids the arrays are returned as they are, at no cost.
     """

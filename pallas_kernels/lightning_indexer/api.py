@@ -1,11 +1,10 @@
 """Public function: checks, defaults, choice of implementation."""
 
-import operator
 from typing import Literal, overload
 
 from jaxtyping import Array, Float, Int, Int32
 
-from pallas_kernels import blocks, choose
+from pallas_kernels import blocks, checks, choose
 from pallas_kernels.lightning_indexer import chunked, pallas_gpu, pallas_tpu, ref
 
 _IMPLS = {
@@ -15,6 +14,8 @@ _IMPLS = {
 _ORDER = {
     "gpu": ("pallas_gpu", "chunked"), "tpu": ("pallas_tpu", "chunked"), "cpu": ("chunked",),
 }  # fmt: skip
+# Slots that may be asked for where there are fewer keys: each is allocated.
+_MOST_SLOTS = 1 << 16
 
 
 @overload
@@ -74,8 +75,8 @@ def lightning_indexer(
 
     Args:
       q_idx, k_idx: bfloat16 or float32, one dtype; dot products summed in float32.
-      w_idx: raw head weights, any floating dtype; the two inverse roots are applied inside.
-      top_k: J, at least 1; may exceed S.
+      w_idx: raw head weights, bfloat16 or float32; the two inverse roots are applied inside.
+      top_k: J, from 1 to the larger of S and 65,536: it may exceed S, and every slot is allocated.
       segment_ids: document of each query, non-decreasing along a row, 0 = padding; all 1 if None.
       kv_segment_ids: document of each key; `segment_ids` if None (then S must equal T).
       q_offset: position of the first query among the keys.
@@ -90,20 +91,26 @@ def lightning_indexer(
       int32 [B, T, J] in `order`, -1 behind them where fewer keys are visible; with
       `return_scores` also float32 [B, T, J], -inf where -1.
     Raises:
-      ValueError: shapes or dtypes disagree, `top_k` < 1, `order` or `approx_recall` is not allowed.
+      ValueError: shapes or dtypes disagree, an array is empty, `top_k`, `q_offset`, `order` or
+        `approx_recall` is not allowed.
+      TypeError: an argument is of another type than said above.
       NotImplementedError: `impl` was named and cannot run these arguments.
     Source: DeepSeek-V3.2, arXiv:2512.02556, equation 1.
     """
-    dims = "q_idx: B T U u; k_idx: B S u; w_idx: B T U"
+    dims = "q_idx: B T+ U+ u+; k_idx: B S+ u; w_idx: B T U"
     sizes = blocks.check_shapes("lightning_indexer", dims, q_idx=q_idx, k_idx=k_idx, w_idx=w_idx)
     blocks.check_one_dtype("lightning_indexer", q_idx=q_idx, k_idx=k_idx)
-    top_k = operator.index(top_k)
-    if top_k < 1:
-        raise ValueError(f"lightning_indexer: top_k={top_k}. Ask for at least 1 key a query.")
-    if order not in ("score", "position", "any"):
+    top_k = checks.check_count("lightning_indexer: top_k", top_k, max(sizes["S"], _MOST_SLOTS))
+    if not isinstance(order, str) or order not in ("score", "position", "any"):
         raise ValueError(f'lightning_indexer: order={order!r}. Use "score", "position" or "any".')
-    if approx_recall is not None and not 0 < approx_recall <= 1:
-        raise ValueError(f"lightning_indexer: approx_recall={approx_recall}. Give a share up to 1.")
+    if approx_recall is not None:
+        approx_recall = checks.check_number("lightning_indexer: approx_recall", approx_recall)
+        if not 0 < approx_recall <= 1:
+            raise ValueError(
+                f"lightning_indexer: approx_recall={approx_recall}. Give a share up to 1."
+            )
+    return_scores = checks.check_flag("lightning_indexer: return_scores", return_scores)
+    q_offset = checks.check_offset("lightning_indexer: q_offset", q_offset, sizes["T"])
     seg_q, seg_k = blocks.check_both_segments(
         "lightning_indexer", segment_ids, kv_segment_ids, sizes["B"], sizes["T"], sizes["S"]
     )

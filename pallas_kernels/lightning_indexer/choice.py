@@ -48,14 +48,14 @@ def recall(
     """Share of the exact choices that are among `chosen`, over all queries; 1 if there are none.
 
     Args:
-      chosen, exact: indices of `lightning_indexer`, below `num_keys`, -1 for an empty slot.
+      chosen, exact: indices of `lightning_indexer`; outside 0 to `num_keys` - 1 is an empty slot.
     """
 
     def found(chosen_K, exact_J):
         safe_K = jnp.where(chosen_K < 0, num_keys, chosen_K)
         marked_S = jnp.zeros(num_keys, bool).at[safe_K].set(True, mode="drop")
-        there_J = exact_J >= 0
-        hits = jnp.sum(marked_S[jnp.maximum(exact_J, 0)] & there_J)
+        there_J = (exact_J >= 0) & (exact_J < num_keys)
+        hits = jnp.sum(marked_S[jnp.where(there_J, exact_J, 0)] & there_J)
         return hits.astype(jnp.float32), jnp.sum(there_J).astype(jnp.float32)
 
     rows = lambda x: x.reshape(-1, x.shape[-1])  # noqa: E731

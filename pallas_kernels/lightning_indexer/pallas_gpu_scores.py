@@ -58,7 +58,7 @@ def block_scores(
     S = k_BSu.shape[1]
     whole = lambda a: pl.BlockSpec(a.shape, lambda *_: (0,) * len(a.shape))  # noqa: E731
     out = jax.ShapeDtypeStruct((B, length, S), jnp.float32)
-    block = _Block(1 if few else tiles.query, tiles.key, num_heads)
+    block = _Block(1 if few else tiles.query, tiles.key, num_heads, U)
     scores_BtS = _gpu.call(
         functools.partial(_one_query if few else _tile, block),
         name="index_scores_few" if few else "index_scores",
@@ -74,6 +74,7 @@ class _Block(NamedTuple):
     query: int
     key: int
     num_heads: int
+    real_heads: int  # the others, of zeros, fill the tile of a single query
 
     def places(self):
         """(batch, slice of queries, slice of keys) of this program."""
@@ -117,6 +118,9 @@ def _one_query(block, first_ref, q_ref, k_ref, w_ref, seg_q_ref, seg_k_ref, out_
     visible_ts, _ = block.visible(first_ref[0], seg_t, _gpu.load(seg_k_ref.at[b, columns]))
     q_Uu, k_su = _gpu.load(q_ref.at[b, t, :, :]), _gpu.load(k_ref.at[b, columns, :])
     dots_Us = _gpu.dot(q_Uu, k_su, trans_b=True, nearly_exact=True)
+    # 0 times a key of inf is no number, in heads that are not there
+    there_U = jnp.arange(block.num_heads, dtype=jnp.int32) < block.real_heads
+    dots_Us = jnp.where(there_U[:, None], dots_Us, 0)
     w_U = _gpu.load(w_ref.at[b, t, :])
     scores_s = jnp.sum(w_U[:, None] * jnp.maximum(dots_Us, 0), axis=0)
     _gpu.store(out_ref.at[b, row, columns], ranked(scores_s[None, :], visible_ts))

@@ -2,9 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from pallas_kernels.blocks import accum_dtype
+from pallas_kernels.blocks import accum_dtype, zeros_of
 
 
 def weight_factor(num_heads: int, head_dim: int) -> float:
@@ -38,16 +39,19 @@ def scores_by_head(q_BtUu: jax.Array, k_BSu: jax.Array, w_BtU: jax.Array) -> jax
         return scores_BtS + w_Bt[..., None] * jax.nn.relu(dots_BtS), None
 
     w_UBt = jnp.moveaxis(factor * w_BtU.astype(dtype), 2, 0)
-    zero = jnp.zeros((*w_BtU.shape[:2], k_BSu.shape[1]), dtype)
+    zero = zeros_of(q_BtUu, (*w_BtU.shape[:2], k_BSu.shape[1]), dtype)
     return lax.scan(add, zero, (jnp.moveaxis(q_BtUu, 2, 0), w_UBt))[0]
 
 
 def ranked(scores: jax.Array, visible: jax.Array) -> jax.Array:
     """Scores that order keys: -inf where not visible, NaN as the lowest number, -0.0 as 0.0.
 
+    A visible -inf is the lowest number but one: it is above NaN, and not what is not visible.
+
     -0.0 (a negative weight times relu's 0) ties with 0.0, but a sort puts it below.
     """
     scores = jnp.where(scores == 0, 0, scores)
-    lowest = float(jnp.finfo(scores.dtype).min)
-    scores = jnp.where(scores > lowest, scores, lowest)  # below it is only -inf
+    least = np.finfo(scores.dtype).min
+    lowest, above = float(least), float(np.nextafter(least, 0 * least))
+    scores = jnp.where(scores > above, scores, jnp.where(scores <= above, above, lowest))
     return jnp.where(visible, scores, -jnp.inf)

@@ -18,7 +18,9 @@ from pallas_kernels.blocks import (
     scan_queries,
     split,
     visible,
+    zeros_of,
 )
+from pallas_kernels.padding import without_padding
 from pallas_kernels.saved import ATTENDED, saved
 
 _QUERY_BLOCK = 128
@@ -90,9 +92,9 @@ def _forward(q, k, v, seg_q, seg_k, q_offset, indices, scale, causal):
             return new_top, fade * total_BNt + p_BNts.sum(-1), fade[..., None] * out_BNth + add
 
         state = (
-            jnp.full((B, N, t), _LOWEST, dtype),
-            jnp.zeros((B, N, t), dtype),
-            jnp.zeros((B, N, t, v.shape[-1]), dtype),
+            zeros_of(q_BtNH, (B, N, t), dtype, _LOWEST),
+            zeros_of(q_BtNH, (B, N, t), dtype),
+            zeros_of(q_BtNH, (B, N, t, v.shape[-1]), dtype),
         )
         top, total, out = keys.loop(pos_t[-1], causal, key_block, state)
         seen = total > 0
@@ -128,11 +130,11 @@ def _backward(q, k, v, seg_q, seg_k, q_offset, indices, out, lse, dout, dlse, sc
             dq_BNtH += _dot("BNts,BNsH->BNtH", ds_BNts, k_BNsH, dtype)
             return dq_BNtH, _add_at(dk_BNSH, dk_BNsH, index), _add_at(dv_BNSh, dv_BNsh, index)
 
-        state = (jnp.zeros(q_BNtH.shape, dtype), *sums)
+        state = (zeros_of(q_BNtH, q_BNtH.shape, dtype), *sums)
         dq_BNtH, *sums = keys.loop(pos_t[-1], causal, key_block, state)
         return tuple(sums), (jnp.swapaxes(dq_BNtH, 1, 2).astype(q.dtype),)
 
-    sums = tuple(jnp.zeros(x.shape, dtype) for x in keys.arrays_BNSx)
+    sums = tuple(zeros_of(q, x.shape, dtype) for x in keys.arrays_BNSx)
     xs = (q, dout.astype(v.dtype), lse, shift_BTN, seg_q, *([] if indices is None else [indices]))
     sums, (dq,) = scan_queries(query_block, sums, xs, _QUERY_BLOCK)
     dk, dv = (jnp.swapaxes(x, 1, 2)[:, : k.shape[1]].astype(k.dtype) for x in sums)
@@ -170,8 +172,10 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 def mla_attention(q, k, v, segment_ids, kv_segment_ids, q_offset, indices, *, scale, causal):
     """See api.py; differentiable once, through the output and the lse."""
-    q_offset = jnp.asarray(q_offset, jnp.int32)
-    return _attend(q, k, v, segment_ids, kv_segment_ids, q_offset, indices, scale, causal)
+    # a probability of 0 does not keep a NaN of padding out of a product
+    (q,), (k, v) = without_padding(segment_ids, q), without_padding(kv_segment_ids, k, v)
+    out, lse = _attend(q, k, v, segment_ids, kv_segment_ids, q_offset, indices, scale, causal)
+    return without_padding(segment_ids, out)[0], lse
 
 
 def max_logit(q, k, segment_ids, *, scale):
@@ -192,5 +196,5 @@ def max_logit(q, k, segment_ids, *, scale):
 
         return keys.loop(pos_t[-1], True, key_block, top_BN), ()
 
-    start = jnp.full((q.shape[0], q.shape[2]), -jnp.inf, dtype)
+    start = zeros_of(q, (q.shape[0], q.shape[2]), dtype, -jnp.inf)
     return scan_queries(query_block, start, (q, segment_ids), _QUERY_BLOCK)[0].max(0)

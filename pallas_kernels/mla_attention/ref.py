@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.blocks import NO_KEY_LSE, accum_dtype, visible
+from pallas_kernels.padding import without_padding
 
 
 def _logits(q, k, segment_ids, kv_segment_ids, q_offset, scale, causal, indices=None):
@@ -19,6 +20,8 @@ def _logits(q, k, segment_ids, kv_segment_ids, q_offset, scale, causal, indices=
 
 def mla_attention(q, k, v, segment_ids, kv_segment_ids, q_offset, indices, *, scale, causal):
     """Materialises every score; differentiable by autodiff, through the output and the lse."""
+    # a weight of 0 does not keep a NaN of padding out of a product
+    (q,), (k, v) = without_padding(segment_ids, q), without_padding(kv_segment_ids, k, v)
     s_BNTS, mask = _logits(q, k, segment_ids, kv_segment_ids, q_offset, scale, causal, indices)
     top = jnp.max(jnp.where(mask, s_BNTS, -jnp.inf), axis=-1, keepdims=True)
     top = lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
@@ -28,7 +31,7 @@ def mla_attention(q, k, v, segment_ids, kv_segment_ids, q_offset, indices, *, sc
     safe = jnp.where(seen, total, 1)
     out_BTNh = jnp.einsum("BNTS,BSNh->BTNh", weights / safe, v.astype(weights.dtype))
     lse_BNT1 = jnp.where(seen, top + jnp.log(safe), NO_KEY_LSE)
-    return out_BTNh, jnp.swapaxes(lse_BNT1[..., 0], 1, 2)
+    return without_padding(segment_ids, out_BTNh)[0], jnp.swapaxes(lse_BNT1[..., 0], 1, 2)
 
 
 def max_logit(q, k, segment_ids, *, scale):

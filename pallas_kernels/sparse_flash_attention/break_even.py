@@ -10,6 +10,7 @@ at J = 2048 that is 13.9 K positions. What an operation of the gather costs besi
 form is the table below.
 """
 
+from pallas_kernels.checks import check_count, is_int
 from pallas_kernels.choose import target_chip, target_platform
 
 # Cost of an operation of the gathering kernel beside one of the dense kernel: of a platform, and of
@@ -18,6 +19,12 @@ from pallas_kernels.choose import target_chip, target_platform
 # TPUs have no kernel that gathers rows, and XLA's own fetches one row at a time: counted as 8.
 # CPU: measured on two cores, with gradients, as README.md says.
 SLOWDOWN = {"gpu": 4 / 3, "tpu": 8.0, "cpu": 2.0}
+
+# Platforms by what chips are called, or by a part of what JAX calls their kind ("TPU v6 lite").
+PLATFORMS = {
+    "gpu": ("h100", "h200", "gb200", "b200", "nvidia", "gpu"),
+    "tpu": ("v5p", "v5e", "v6e", "tpu7x", "tpu"), "cpu": ("cpu",),
+}  # fmt: skip
 
 
 def crossover(top_k: int, *, H: int, h: int, C: int, R: int, chip: str | None = None) -> int:
@@ -29,9 +36,24 @@ def crossover(top_k: int, *, H: int, h: int, C: int, R: int, chip: str | None = 
       top_k: keys that a query chooses.
       H, h: channels of an expanded head's key and value.
       C, R: channels of the latent and of the rotated part.
-      chip: what it runs on, as `choose.target_chip` names it; that one if None.
+      chip: what it runs on, "h200" or "NVIDIA H200"; that of `choose.target_chip` if None.
+    Raises:
+      ValueError: `chip` is unknown; a size is not positive (R may be 0).
+      TypeError: a size is no integer.
     """
-    chip = target_chip() if chip is None else chip
-    slowdown = next((cost for name, cost in SLOWDOWN.items() if name in chip), None)
-    slowdown = SLOWDOWN[target_platform()] if slowdown is None else slowdown
+    top_k = check_count("crossover: top_k", top_k, 2**31 - 1)
+    for name, size in {"H": H, "h": h, "C": C, "R": R}.items():
+        if not (name == "R" and is_int(size) and size == 0):
+            check_count(f"crossover: {name}", size, 2**31 - 1)
+    platform = target_platform() if chip is None else _platform_of(chip)
+    kind = target_chip() if chip is None else chip.lower()
+    slowdown = next((cost for name, cost in SLOWDOWN.items() if name in kind), SLOWDOWN[platform])
     return max(top_k, int(slowdown * 2 * top_k * (2 * C + R) / (H + h)))
+
+
+def _platform_of(chip: str) -> str:
+    names = {name: platform for platform, known in PLATFORMS.items() for name in known}
+    found = [p for name, p in names.items() if isinstance(chip, str) and name in chip.lower()]
+    if not found:
+        raise ValueError(f"crossover: chip={chip!r} is unknown. Use one of {', '.join(names)}.")
+    return found[0]

@@ -19,7 +19,9 @@ from pallas_kernels.blocks import (
     limit_by_bytes,
     scan_queries,
     take_rows,
+    zeros_of,
 )
+from pallas_kernels.padding import without_padding
 from pallas_kernels.saved import ATTENDED, saved
 
 _QUERY_BLOCK = 64
@@ -86,14 +88,23 @@ def _backward_by_scatter(q_BTNK, rows_BSK, indices_BTJ, lse, dout, shift, C, sca
 
     xs = (q_BTNK, indices_BTJ, lse, dout, shift)
     limit = _block_limit(q_BTNK, indices_BTJ.shape[2])
-    drows, (dq,) = scan_queries(query_block, jnp.zeros(rows_BSK.shape, dtype), xs, limit)
+    drows, (dq,) = scan_queries(query_block, zeros_of(q_BTNK, rows_BSK.shape, dtype), xs, limit)
     return dq, drows
+
+
+def _chosen_rows(indices_BTJ, num_rows):
+    """[B, S]: which rows any query chose."""
+    indices = jnp.where(indices_BTJ < 0, num_rows, indices_BTJ).reshape(len(indices_BTJ), -1)
+    return jax.vmap(lambda i: jnp.zeros(num_rows, bool).at[i].set(True, mode="drop"))(indices)
 
 
 def backward_dense(q_BTNK, rows_BSK, indices_BTJ, lse, dout, shift, C, scale):
     """Gradients of queries, and in float32 of rows, by products with dense probabilities."""
     dtype, low = accum_dtype(q_BTNK), q_BTNK.dtype
     S = rows_BSK.shape[1]
+    # a probability of 0 does not keep a NaN out of a product: rows nobody chose, queries of no key
+    (rows_BSK,) = without_padding(_chosen_rows(indices_BTJ, S), rows_BSK)
+    (q_BTNK,) = without_padding((indices_BTJ >= 0).any(2), q_BTNK)
     values_BSC = rows_BSK[..., :C]
 
     def query_block(drows_BSK, start, blocks):
@@ -108,7 +119,7 @@ def backward_dense(q_BTNK, rows_BSK, indices_BTJ, lse, dout, shift, C, scale):
         return drows_BSK.at[..., :C].add(_dot("BtNS,BtNC->BSC", p, dout_BtNC, dtype)), (dq_BtNK,)
 
     xs = (q_BTNK, indices_BTJ, lse, dout, shift)
-    drows = jnp.zeros(rows_BSK.shape, dtype)
+    drows = zeros_of(q_BTNK, rows_BSK.shape, dtype)
     drows, (dq,) = scan_queries(query_block, drows, xs, _block_limit(q_BTNK, S))
     return dq, drows
 
@@ -156,6 +167,7 @@ def sparse_max_logit(q_latent, q_rope, latent, k_rope, indices, *, scale):
         _, s_BtNJ = _chosen_scores(blocks[0], rows_BSK, blocks[1], scale)
         return jnp.maximum(top_BN, s_BtNJ.max((1, 3))), ()
 
-    start = jnp.full((q_BTNK.shape[0], q_BTNK.shape[2]), -jnp.inf, accum_dtype(q_BTNK))
+    shape = (q_BTNK.shape[0], q_BTNK.shape[2])
+    start = zeros_of(q_BTNK, shape, accum_dtype(q_BTNK), -jnp.inf)
     limit = _block_limit(q_BTNK, indices.shape[2])
     return scan_queries(query_block, start, (q_BTNK, indices), limit)[0].max(0)

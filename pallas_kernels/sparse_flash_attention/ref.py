@@ -4,15 +4,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.blocks import NO_KEY_LSE, accum_dtype
+from pallas_kernels.padding import without_padding
 
 
 def _logits(q_latent, q_rope, latent, k_rope, indices, scale):
     """Scores [B, N, T, S], the mask of chosen keys [B, 1, T, S], and the latent, in float32."""
     dtype = accum_dtype(q_latent)
     q_latent, q_rope, latent, k_rope = (x.astype(dtype) for x in (q_latent, q_rope, latent, k_rope))
+    mask_BTS = (indices[..., None] == jnp.arange(latent.shape[1])).any(2)
+    # a weight of 0 does not keep a NaN out of a product: rows nobody chose, queries without a key
+    latent, k_rope = without_padding(mask_BTS.any(1), latent, k_rope)
+    q_latent, q_rope = without_padding(mask_BTS.any(2), q_latent, q_rope)
     s_BNTS = jnp.einsum("BTNC,BSC->BNTS", q_latent, latent)
     s_BNTS = scale * (s_BNTS + jnp.einsum("BTNR,BSR->BNTS", q_rope, k_rope))
-    mask_BTS = (indices[..., None] == jnp.arange(latent.shape[1])).any(2)
     return s_BNTS, mask_BTS[:, None], latent
 
 

@@ -1,5 +1,7 @@
 """Where chosen keys are masked and where they are gathered, by length and chip."""
 
+import pytest
+
 from pallas_kernels.choose import lowering_for
 from pallas_kernels.sparse_flash_attention import break_even, crossover
 
@@ -30,3 +32,27 @@ def test_chips(monkeypatch):
     monkeypatch.setitem(break_even.SLOWDOWN, "b200", 3.0)
     with lowering_for("gpu", "nvidia b200"):
         assert crossover(**K31) > 2 * lengths["gpu"]
+
+
+@pytest.mark.parametrize(
+    ("names", "platform"),
+    [
+        (("h100", "H200", "NVIDIA H200", "b200", "gb200"), "gpu"),
+        (("v5p", "TPU v5p", "TPU v6 lite", "v6e", "tpu7x"), "tpu"), (("cpu",), "cpu"),
+    ],
+)  # fmt: skip
+def test_a_named_chip_counts_as_its_platform(names, platform):
+    with lowering_for(platform):
+        expected = crossover(**K31)
+    assert {crossover(**K31, chip=name) for name in names} == {expected}
+
+
+@pytest.mark.parametrize("chip", ["banana", "", 7])
+def test_an_unknown_chip_is_refused(chip):
+    with pytest.raises(ValueError, match="is unknown. Use one of h100, h200"):
+        crossover(**K31, chip=chip)
+
+
+def test_sizes_are_positive():
+    with pytest.raises(ValueError, match="h=0; give an integer from 1"):
+        crossover(8, H=4, h=0, C=8, R=0)

@@ -11,10 +11,14 @@ import pytest
 from pallas_kernels.attn_res import attn_res
 from pallas_kernels.gated_norm import gated_norm
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.indexer_kl import indexer_kl
 from pallas_kernels.kda import kda, kda_fused
+from pallas_kernels.lightning_indexer import lightning_indexer
 from pallas_kernels.linear_xent import linear_xent
+from pallas_kernels.mla_attention import mla_attention
 from pallas_kernels.permute import permute, plan_permute, unpermute
 from pallas_kernels.short_conv import short_conv
+from pallas_kernels.sparse_flash_attention import sparse_flash_attention
 
 
 def floats(*shape):
@@ -26,7 +30,16 @@ def ints(*shape):
 
 
 PLAN = plan_permute(jnp.zeros((4, 2), jnp.int32), 3)
+INDEX = {"q_idx": floats(1, 4, 2, 8), "k_idx": floats(1, 4, 8), "w_idx": floats(1, 4, 2)}
+MAIN = {
+    "q_latent": floats(1, 4, 2, 8), "q_rope": floats(1, 4, 2, 4), "latent": floats(1, 4, 8),
+    "k_rope": floats(1, 4, 4), "scale": 0.2,
+}  # fmt: skip
 ARGUMENTS = {
+    lightning_indexer: INDEX | {"top_k": 2},
+    sparse_flash_attention: MAIN | {"indices": ints(1, 4, 3)},
+    indexer_kl: INDEX | MAIN | {"lse": floats(1, 4, 2)},
+    mla_attention: {name: floats(1, 4, 2, 8) for name in "qkv"} | {"scale": 0.2},
     kda: {
         "q": floats(1, 4, 2, 8), "k": floats(1, 4, 2, 8), "v": floats(1, 4, 2, 8),
         "log_decay": floats(1, 4, 2, 8), "beta": floats(1, 4, 2),
@@ -49,6 +62,41 @@ ARGUMENTS = {
 }  # fmt: skip
 
 WRONG = [
+    (lightning_indexer, {"q_idx": [1.0]}, r"q_idx is \[1.0\] \(list\); give an array"),
+    (lightning_indexer, {"k_idx": None}, "k_idx is None; give an array"),
+    (lightning_indexer, {"w_idx": floats(1, 4, 2).astype(np.float16)}, "w_idx is float16; give bf"),
+    (lightning_indexer, {"q_idx": floats(1, 4, 0, 8)}, "U at least 1"),
+    (lightning_indexer, {"k_idx": floats(1, 0, 8)}, "S at least 1"),
+    (lightning_indexer, {"segment_ids": [[1] * 4]}, "segment_ids is .*; give an array"),
+    *(
+        (lightning_indexer, {"top_k": top_k}, "top_k.* give an integer from 1 to 65536")
+        for top_k in (0, 2.5, "4", None, True, 2**31)
+    ),
+    *(
+        (lightning_indexer, {"q_offset": offset}, "q_offset is .*; give an integer, or an int32")
+        for offset in ("a", None, 1.5, [1], floats(), ints(2))
+    ),
+    (lightning_indexer, {"q_offset": 2**31 - 4}, "q_offset=2147483644; give an integer from"),
+    (lightning_indexer, {"approx_recall": "x"}, r"approx_recall is 'x' \(str\); give a Python"),
+    (lightning_indexer, {"order": ["score"]}, "order=.*Use"),
+    (lightning_indexer, {"impl": 3}, "impl=3 is no name. Use one of"),
+    *(
+        (sparse_flash_attention, {"scale": scale}, "scale is .*; give a Python number")
+        for scale in (None, "a", 1j, True, floats())
+    ),
+    *(
+        (sparse_flash_attention, {"scale": float(scale)}, f"scale is {scale}; give a finite")
+        for scale in ("nan", "inf")
+    ),
+    (sparse_flash_attention, {"deterministic": "no"}, "deterministic is 'no' .*; give True or"),
+    (sparse_flash_attention, {"indices": None}, "indices is None; give an array"),
+    (sparse_flash_attention, {"indices": ints(1, 4, 0)}, "J at least 1"),
+    (sparse_flash_attention, {"latent": floats(1, 0, 8)}, "S at least 1"),
+    (indexer_kl, {"lse": None}, "lse is None; give an array"),
+    (indexer_kl, {"q_offset": 10**10}, "q_offset=10000000000; give an integer"),
+    (mla_attention, {"q": floats(1, 0, 2, 8)}, "T at least 1"),
+    (mla_attention, {"causal": 1}, r"causal is 1 \(int\); give True or False"),
+    (mla_attention, {"indices": [[[1]]]}, "indices is .*; give an array"),
     (kda, {"q": floats(1, 4, 2)}, r"q has shape \(1, 4, 2\); give an array \[B, T, N, H\]"),
     (kda, {"q": [1.0]}, "q has type list; give an array"),
     (kda, {"q": floats(0, 4, 2, 8)}, "B at least 1"),
@@ -101,7 +149,7 @@ WRONG = [
 def test_wrong_arguments_are_named(monkeypatch, op, change, message):
     # without the test run's own checks of signatures, as users call them
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises((ValueError, TypeError), match=message) as error:
         inspect.unwrap(op)(**(ARGUMENTS[op] | change))
     assert "\n" not in str(error.value)
 
@@ -112,6 +160,15 @@ def test_right_arguments_pass(op):
     given = ARGUMENTS[op].items()
     arrays = {n: jnp.asarray(a) if isinstance(a, np.ndarray) else a for n, a in given}
     jax.eval_shape(lambda: op(**arrays))
+
+
+@pytest.mark.parametrize("name", ["scale", "deterministic"])
+def test_a_traced_option_is_named(monkeypatch, name):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    op = inspect.unwrap(sparse_flash_attention)
+    traced = lambda value: op(**(ARGUMENTS[sparse_flash_attention] | {name: value}))  # noqa: E731
+    with pytest.raises(TypeError, match=f"{name} is a traced .* array.*; give .* before tracing"):
+        jax.eval_shape(traced, True if name == "deterministic" else 0.2)
 
 
 @pytest.mark.parametrize("impl", ["chunked", "ref", "pallas_gpu"])

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.lightning_indexer import lightning_indexer, specs
+from pallas_kernels.lightning_indexer import lightning_indexer, recall, specs
+from pallas_kernels.lightning_indexer.scores import ranked
 
 INDEX = jax.jit(lightning_indexer, static_argnames=("top_k", "q_offset", "return_scores", "impl"))
 SCORED = functools.partial(INDEX, return_scores=True)
@@ -111,3 +112,28 @@ def test_errors_say_what_to_do():
     x = _inputs(specs.CASES["odd63"])
     with pytest.raises(ValueError, match="top_k=0"):
         lightning_indexer(**x, top_k=0)
+
+
+def test_a_number_that_is_none_is_below_every_number():
+    """Also below -inf, and both are above what is not visible."""
+    scores = jnp.array([jnp.nan, -jnp.inf, np.finfo(np.float32).min, -1, jnp.inf, 7])
+    order = jnp.argsort(-ranked(scores, jnp.arange(6) < 5), stable=True)
+    assert order.tolist() == [4, 3, 1, 2, 0, 5]
+
+
+def test_recall_counts_only_keys_that_are_there():
+    four = functools.partial(recall, num_keys=4)
+    past = jnp.array([[[0, 7, -1]]])
+    assert four(past, past) == 1
+    assert four(jnp.array([[[3, 7, -1]]]), past) == 0
+
+
+def test_shard_map_with_jax_own_checks():
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("b",), devices=jax.devices()[:2], axis_types=auto)
+    rows = jax.sharding.PartitionSpec("b")
+    run = functools.partial(lightning_indexer, top_k=3)
+    shared = jax.shard_map(run, mesh=mesh, in_specs=rows, out_specs=rows)
+    x = {"q_idx": (2, 300, 2, 4), "k_idx": (2, 300, 4), "w_idx": (2, 300, 2)}
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in x.values()]
+    assert jax.eval_shape(jax.jit(shared), *shapes).shape == (2, 300, 3)

@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels.mla_attention import max_logit, mla_attention, specs
 from pallas_kernels.testing import assert_close, compare, output_and_vjp
+from tests.kernels.attention_errors import errors, poisoned_padding
 
 REF = functools.partial(mla_attention, impl="ref")
 CHUNKED = functools.partial(mla_attention, impl="chunked")
@@ -110,6 +111,29 @@ def test_memory_is_linear():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporaries("chunked") * 8 < temporaries("ref")
+
+
+@pytest.mark.parametrize("impl", ["chunked", "ref"])
+def test_nan_in_padding_reaches_nothing(impl):
+    """Values and gradients of real positions are those without it, those of padding 0."""
+    case = specs.Case(1, 9, 9, 1, 4, 4, starts=(3,), padding=2)
+    clean = {name: x for name, x in case.inputs().items() if x is not None}
+    run = functools.partial(mla_attention, impl=impl, **case.options())
+    assert_close(errors(run, run, poisoned_padding(clean), clean), 1e-6)
+    grads = output_and_vjp(run, poisoned_padding(clean))[1]
+    assert all((grad[:, 7:] == 0).all() for grad in grads.values())
+
+
+def test_shard_map_with_jax_own_checks():
+    """Loops start with sums that vary over the mesh as their operands do."""
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("b",), devices=jax.devices()[:2], axis_types=auto)
+    run = lambda q: CHUNKED(q, q, q, scale=0.2)[0]  # noqa: E731
+    rows = jax.sharding.PartitionSpec("b")
+    shared = jax.shard_map(run, mesh=mesh, in_specs=rows, out_specs=rows)
+    q = jax.ShapeDtypeStruct((2, 600, 1, 4), jnp.float32)
+    assert jax.eval_shape(jax.jit(shared), q).shape == (2, 600, 1, 4)
+    assert jax.eval_shape(jax.jit(jax.grad(lambda q: shared(q).sum())), q).shape == q.shape
 
 
 def test_errors_say_what_to_do():

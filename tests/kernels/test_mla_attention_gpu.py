@@ -60,10 +60,10 @@ def test_spans_have_every_visible_pair_and_full_ones_hide_none(causal, by_key):
 
 
 def test_one_bit_a_pair():
-    """Empty slots set no bit, the last bit of a word is its sign."""
-    indices = jnp.array([[[31, -1, 40], [-1, -1, -1], [0, 63, 32]]])
-    words = np.asarray(chosen.pack(indices, 4, 64)).view(np.uint32)
-    assert words.tolist() == [[[1 << 31, 0, 1, 0], [1 << 8, 0, 1 << 31 | 1, 0]]]
+    """Empty slots set no bit, the last bit of a word is its sign, a key given twice is one bit."""
+    indices = jnp.array([[[31, -1, 40], [-1, 64, 99], [0, 63, 32], [1, 1, 1]]])
+    words = np.asarray(chosen.pack(indices, 5, 64)).view(np.uint32)
+    assert words.tolist() == [[[1 << 31, 0, 1, 2, 0], [1 << 8, 0, 1 << 31 | 1, 0, 0]]]
 
 
 @pytest.mark.slow

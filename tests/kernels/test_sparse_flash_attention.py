@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from pallas_kernels import blocks
 from pallas_kernels.indexer_kl import indexer_kl
 from pallas_kernels.lightning_indexer import lightning_indexer
 from pallas_kernels.mla_attention import mla_attention
@@ -229,6 +230,39 @@ def test_vmap(expected):
     halves = jax.tree.map(lambda a: a.reshape(2, 4, *a.shape[1:]), _sharded_inputs())
     got = jax.jit(jax.vmap(_ops_and_gradients))(halves)
     _assert_same(jax.tree.map(lambda a: a.reshape(8, *a.shape[2:]), got), expected)
+
+
+def _tiny():
+    """Four queries of three keys of six rows; row 5 is nobody's, the last query has no key."""
+    inputs = specs.Case(1, 4, 6, 2, 4, 2, 3).inputs()
+    indices = jnp.array([[[0, -1, 1], [1, 2, 0], [3, 4, -1], [-1, -1, -1]]])
+    return inputs | {"indices": indices}
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_nan_that_nobody_chose_reaches_nothing(deterministic):
+    x = _tiny()
+    rows = {name: x[name].at[:, 5].set(jnp.nan) for name in ("latent", "k_rope")}
+    queries = {name: x[name].at[:, 3].set(jnp.nan) for name in ("q_latent", "q_rope")}
+    run = functools.partial(
+        sparse_flash_attention, scale=0.2, deterministic=deterministic, impl="chunked"
+    )
+    actual, expected = output_and_vjp(run, x | rows | queries), output_and_vjp(run, x)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["ref", "chunked"])
+def test_indices_past_the_last_key_are_empty_slots(impl):
+    """For every operator of chosen keys: they become -1 before any implementation sees them."""
+    for dtype in (jnp.int8, jnp.int32):
+        given = jnp.array([[[0, 5, 6, 99, -7, -1]]], dtype)
+        found = blocks.check_indices("op", given, 1, 1, 6)
+        assert found.tolist() == [[[0, 5, -1, -1, -1, -1]]] and found.dtype == jnp.int32
+    x = _tiny()
+    beyond = x | {"indices": jnp.where(x["indices"] < 0, 6, x["indices"])}
+    run = functools.partial(sparse_flash_attention, scale=0.2, impl=impl)
+    np.testing.assert_array_equal(run(**beyond)[0], run(**x)[0])
 
 
 def test_errors_say_what_to_do():
