@@ -7,7 +7,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moejax.cli.flags import Parser, add_devices, is_first_process, positive, start_devices
 from moejax.config import ConfigError, RunConfig
@@ -15,7 +15,13 @@ from moejax.config.data import IMAGE_STYLES
 from moejax.config.load import apply_overrides
 
 if TYPE_CHECKING:
+    from moejax.data import Tokenizer
+    from moejax.data.image_marks import ImageRef
+    from moejax.data.patches import PatchedImage
     from moejax.generate import LanguageModel
+
+# Patches of an image, 1,024 tokens, above which a remark is due: attention grows with the square.
+_MANY_PATCHES = 4096
 
 EXAMPLES = (
     'moejax generate --checkpoint=runs/tiny --prompt="def main(" --max-new-tokens=100',
@@ -32,14 +38,21 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = _parser().parse(argv)
     if not options.checkpoint:
         raise ConfigError("--checkpoint is needed: a workdir, a step in it, or a model folder.")
+    if "" in options.image:
+        raise ConfigError("--image= is empty: name an image file, such as --image=seven.png.")
     if options.image and options.prompts_file is not None:
-        raise ConfigError("--image goes with --prompt, or stands alone.")
+        raise ConfigError(
+            "--image goes with --prompt, or stands alone; lines of a .jsonl file have `images`."
+        )
     if not options.image and (options.prompt is None) == (options.prompts_file is None):
         raise ConfigError("give one of --prompt=TEXT and --prompts-file=FILE.")
     if options.output and options.prompts_file is None:
         raise ConfigError("--output goes with --prompts-file; one prompt is printed.")
     cfg = run_config(overrides)
-    prompts = [options.prompt] if options.prompts_file is None else read_prompts(options)
+    if options.prompts_file is None:
+        prompts = [Prompt(options.prompt or "", options.image)]
+    else:
+        prompts = read_prompts(options)
     start_devices(options)
 
     from moejax.generate import Sampling, load
@@ -47,17 +60,44 @@ def main(argv: Sequence[str]) -> int:
 
     settings = _settings(options)
     Sampling(**settings)  # before the weights are read
+    tokenizer = _named_tokenizer(options.tokenizer)
     enable_cache(cfg.compile_cache)
     model = load(
         options.checkpoint, mesh=cfg.mesh, compute_dtype=options.dtype, base=options.base or ""
     )
+    if tokenizer is not None:
+        if tokenizer.vocab_size > model.config.vocab_size:
+            raise ConfigError(
+                f"--tokenizer={options.tokenizer} has {tokenizer.vocab_size} tokens, the model "
+                f"{model.config.vocab_size}. Name the one that it was trained with."
+            )
+        model.tokenizer = tokenizer
     if model.tokenizer is None:
-        raise ConfigError(f"{options.checkpoint} has no tokenizer: text needs one.")
+        raise ConfigError(
+            f"{options.checkpoint} has no tokenizer: text needs one. Name it: --tokenizer=PATH, or "
+            "--tokenizer=byte for a run with data.tokenizer=byte."
+        )
     if options.prompts_file is None:
-        _stream(model, prompts[0] or "", options, settings)
+        _stream(model, prompts[0], options, settings)
     else:
         write_lines(_continue_all(model, prompts, options, settings), options.output)
     return 0
+
+
+class Prompt(NamedTuple):
+    """A text to continue, and the images in front of it."""
+
+    text: str
+    images: Sequence[str | ImageRef] = ()
+
+
+def _named_tokenizer(name: str | None) -> Tokenizer | None:
+    """The tokenizer of a file or folder, or "byte"; None where none is named."""
+    from moejax.data import ByteTokenizer, load_tokenizer
+
+    if not name:
+        return None
+    return ByteTokenizer() if name == "byte" else load_tokenizer(name)
 
 
 def run_config(overrides: dict[str, str]) -> RunConfig:
@@ -87,7 +127,8 @@ def _parser() -> Parser:
     text.add_argument("--prompt", metavar="TEXT", help="what to continue; streamed as it comes")
     text.add_argument(
         "--prompts-file", metavar="FILE",
-        help='a prompt a line; of a .jsonl file the "prompt" of every object',
+        help='a prompt a line; of a .jsonl file the "prompt" of every object, with the files of '
+        'its "images" in front, relative to the .jsonl',
     )  # fmt: skip
     text.add_argument(
         "--image", metavar="FILE", action="append", default=[],
@@ -97,6 +138,13 @@ def _parser() -> Parser:
         "--image-style", choices=IMAGE_STYLES, default="auto",
         help="how it stands there (default: data.image_style's auto)",
     )  # fmt: skip
+    text.add_argument(
+        "--image-patches", type=positive, metavar="N",
+        help="shrink images to so many patches at most (default: model.vision.max_patches)",
+    )  # fmt: skip
+    text.add_argument(
+        "--tokenizer", metavar="PATH", help="where the model came without one; byte: of bytes"
+    )
     text.add_argument("--output", metavar="FILE", help="where the JSON lines go (default: printed)")
     text.add_argument(
         "--max-new-tokens", type=positive, default=128, metavar="N", help="default: 128"
@@ -126,11 +174,12 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "seed")}
 
 
-def read_prompts(options: argparse.Namespace) -> list[str]:
+def read_prompts(options: argparse.Namespace) -> list[Prompt]:
     """The prompts of a file.
 
     Raises:
-      ConfigError: there is none, or a line of a .jsonl file has no text under "prompt".
+      ConfigError: there is none, or a line of a .jsonl file has no text under "prompt", or images
+        that are no files here.
     """
     path = pathlib.Path(options.prompts_file)
     try:
@@ -140,28 +189,59 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
     prompts = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            prompts.append(_from_json(path, number, line) if path.suffix == ".jsonl" else line)
+            read = _from_json(path, number, line) if path.suffix == ".jsonl" else Prompt(line)
+            prompts.append(read)
     if not prompts:
         raise ConfigError(f"{path} holds no prompt: write one a line.")
     return prompts
 
 
-def _from_json(path: pathlib.Path, number: int, line: str) -> str:
+def _from_json(path: pathlib.Path, number: int, line: str) -> Prompt:
+    from moejax.data.image_marks import listed_images
+
+    where = f"{path}, line {number}"
     try:
-        prompt = json.loads(line)["prompt"]
+        record = json.loads(line)
+        prompt = record["prompt"]
     except (ValueError, KeyError, TypeError):
         prompt = None
     if not isinstance(prompt, str):
-        raise ConfigError(f'{path}, line {number}: no JSON object with a text under "prompt".')
-    return prompt
+        raise ConfigError(f'{where}: no JSON object with a text under "prompt".')
+    return Prompt(prompt, listed_images(record, str(path.parent), where))
 
 
-def encode(model: LanguageModel, text: str) -> list[int]:
-    """Token ids of a prompt; an empty one has one too."""
-    from moejax.generate.prompts import prompt_ids
+def _encoded(
+    model: LanguageModel, prompts: Sequence[Prompt], options: argparse.Namespace
+) -> tuple[list[list[int]], list[list[PatchedImage]] | None]:
+    """Token ids of prompts, an empty one has one too, and their images, whose sizes are told."""
+    from moejax.generate.prompts import image_prompt
 
     assert model.tokenizer is not None  # the caller's check
-    return prompt_ids(model.tokenizer, text)
+    vision = model.config.vision
+    if options.image_patches:
+        vision = vision.replace(max_patches=min(options.image_patches, vision.max_patches))
+    ids, images = [], []
+    for prompt in prompts:
+        tokens, own = image_prompt(
+            model.tokenizer, prompt.text, prompt.images, vision, style=options.image_style
+        )
+        for file, image in zip(prompt.images, own, strict=True):
+            _tell_size(file if isinstance(file, str) else file.label, image)
+        ids.append(tokens)
+        images.append(own)
+    return ids, images if any(images) else None
+
+
+def _tell_size(name: str, image: PatchedImage) -> None:
+    """What an image costs, before it does."""
+    if not is_first_process():
+        return
+    rows, columns = image.grid[1:]
+    hint = ""
+    if image.num_patches > _MANY_PATCHES:
+        hint = f"; that takes long: --image-patches={_MANY_PATCHES} shrinks it"
+    size = f"{rows} x {columns} patches, {image.num_tokens:,} tokens"
+    print(f"image {name}: {size}{hint}", file=sys.stderr)
 
 
 def _stops(model: LanguageModel, options: argparse.Namespace) -> set[int]:
@@ -170,10 +250,9 @@ def _stops(model: LanguageModel, options: argparse.Namespace) -> set[int]:
 
 
 def _stream(
-    model: LanguageModel, prompt: str, options: argparse.Namespace, settings: dict[str, Any]
+    model: LanguageModel, prompt: Prompt, options: argparse.Namespace, settings: dict[str, Any]
 ) -> None:
     from moejax.generate import TextStream, generate
-    from moejax.generate.prompts import image_prompt
 
     assert model.tokenizer is not None
     stream = TextStream(model.tokenizer, options.stop)
@@ -186,19 +265,20 @@ def _stream(
         show(stream.push(token))
         return stream.ended
 
-    ids, images = image_prompt(
-        model.tokenizer, prompt, options.image, model.config.vision, style=options.image_style
-    )
+    ids, images = _encoded(model, [prompt], options)
     generate(
-        model, [ids], max_new_tokens=options.max_new_tokens, stop=_stops(model, options),
-        on_token=on_token, images=[images] if images else None, **settings,
+        model, ids, max_new_tokens=options.max_new_tokens, stop=_stops(model, options),
+        on_token=on_token, images=images, **settings,
     )  # fmt: skip
     show(stream.flush() + "\n")
 
 
 def _continue_all(
-    model: LanguageModel, prompts: list[str], options: argparse.Namespace, settings: dict[str, Any]
-) -> list[dict[str, Any]]:
+    model: LanguageModel,
+    prompts: list[Prompt],
+    options: argparse.Namespace,
+    settings: dict[str, Any],
+) -> list[dict[str, Any]]:  # fmt: skip
     """Prompt, text, ids of the new tokens, and what ended them, of every prompt."""
     from moejax.generate import TextStream, generate
 
@@ -210,17 +290,20 @@ def _continue_all(
         texts[row] += streams[row].push(token)
         return streams[row].ended
 
+    ids, images = _encoded(model, prompts, options)
     tokens = generate(
-        model, [encode(model, prompt) for prompt in prompts],
-        max_new_tokens=options.max_new_tokens, stop=_stops(model, options), on_token=on_token,
-        **settings,
+        model, ids, max_new_tokens=options.max_new_tokens, stop=_stops(model, options),
+        on_token=on_token, images=images, **settings,
     )  # fmt: skip
     lines = []
     for row, prompt in enumerate(prompts):
         text = texts[row] + streams[row].flush()
         short = streams[row].ended or len(tokens[row]) < options.max_new_tokens
         finish = "stop" if short else "length"
-        lines.append({"prompt": prompt, "text": text, "tokens": tokens[row], "finish": finish})
+        line = {"prompt": prompt.text, "text": text, "tokens": tokens[row], "finish": finish}
+        if prompt.images:
+            line["images"] = [i if isinstance(i, str) else i.label for i in prompt.images]
+        lines.append(line)
     return lines
 
 

@@ -134,10 +134,12 @@ def check_pads(tokens: np.ndarray, pad_token: int, images: Sequence[PatchedImage
     pads = int(np.count_nonzero(np.asarray(tokens) == pad_token))
     features = [image.num_tokens for image in images]
     if pads != sum(features):
-        each = " + ".join(map(str, features)) or "0"
+        each = " + ".join(map(str, features))
+        count = "image" if len(features) == 1 else f"{len(features)} images"
+        of = f"its {count} ({each})" if features else "images: it has none"
         raise ImageError(
-            f"{sample}: {pads} pad tokens (id {pad_token}) for {sum(features)} image features "
-            f"({each} of {len(features)} images). They must be equal in number."
+            f"{sample}: {pads} pad tokens (id {pad_token}) for {sum(features)} image features of "
+            f"{of}. There must be one pad token for each feature."
         )
 
 

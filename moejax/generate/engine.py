@@ -118,8 +118,7 @@ class Generator:
         """Continues every prompt; see :func:`generate`."""
         sampling = sampling or Sampling()
         self._check(prompts, max_new_tokens)
-        if images is not None:
-            self._check_images(prompts, images)
+        self._check_images(prompts, images)
         out: list[list[int]] = [[] for _ in prompts]
         # Prompts of like length run together, so that little is spent on padding.
         order = sorted(range(len(prompts)), key=lambda row: len(prompts[row]))
@@ -225,8 +224,12 @@ class Generator:
         ]
         return images_of({name: np.stack([row[name] for row in rows]) for name in rows[0]})
 
-    def _check_images(self, prompts: Sequence[Sequence[int]], images: PromptImages) -> None:
+    def _check_images(self, prompts: Sequence[Sequence[int]], images: PromptImages | None) -> None:
         vision = self.parts.cfg.vision
+        if images is None:  # a pad without its feature would be read as some word
+            images = [()] * len(prompts) if vision.num_layers else None
+        if images is None:
+            return
         if len(images) != len(prompts):
             raise ConfigError(f"images are of {len(images)} prompts, and {len(prompts)} are given.")
         if not vision.num_layers and any(images):

@@ -162,6 +162,14 @@ class LanguageModel:
             )
         if np.any(np.diff(segments, axis=1) < 0) or np.any(segments < 0):
             raise ConfigError("segment_ids must not fall along a row; 0 in front is padding.")
+        vision = self.config.vision
+        pads = (tokens == vision.pad_token) & (segments > 0)
+        if vision.num_layers and pads.any():
+            raise ConfigError(
+                f"token_ids hold the pad token of images, {vision.pad_token}, in row "
+                f"{int(np.argmax(pads.any(1)))}, and images are seen by `generate` only. Take it "
+                "out."
+            )
         return tokens, segments
 
     def _check_ids(self, ids: np.ndarray, name: str) -> None:

@@ -25,7 +25,7 @@ def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def image_prompt(
-    tokenizer: Tokenizer, text: str, files: Sequence[str], vision: VisionConfig,
+    tokenizer: Tokenizer, text: str, files: Sequence[str | ImageRef], vision: VisionConfig,
     *, style: str = "auto",
 ) -> tuple[list[int], list[PatchedImage]]:  # fmt: skip
     """A prompt with images in front of its text.
@@ -34,7 +34,7 @@ def image_prompt(
       tokenizer: of the model.
       text: what follows them; may be empty.
       files: of the images.
-      vision: section of the model's tower.
+      vision: section of the model's tower; its limits decide how far images are shrunk.
       style: how an image stands in a text, see `data.image_style`.
     Returns:
       Token ids, and the images as `moejax.generate.generate` takes them.
@@ -46,7 +46,8 @@ def image_prompt(
     if not vision.num_layers:
         raise ConfigError("the model has no vision tower (model.vision): it sees no images.")
     rules = ImageRules(vision, tokenizer, style)
-    stand = [rules.tokens(ImageRef(file)) for file in files]
+    refs = [file if isinstance(file, ImageRef) else ImageRef(file) for file in files]
+    stand = [rules.tokens(ref) for ref in refs]
     ids = [token for one in stand for token in one.ids.tolist()]
     text_ids = tokenizer.encode(text, specials=True).tolist() if text else []
     return ids + text_ids, [rules.load(one) for one in stand]

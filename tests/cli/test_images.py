@@ -3,12 +3,16 @@
 import io
 import json
 import tarfile
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from moejax.cli.generate import _encoded, _parser, read_prompts
+from moejax.config import ConfigError, VisionConfig
 from moejax.config.load import load_config
+from moejax.data import ByteTokenizer
 from moejax.observability.metrics import read_metrics
 from tests.cli.conftest import flags
 
@@ -77,11 +81,35 @@ def test_a_run_with_images_from_training_to_answers(moejax, folder, tmp_path):
     assert load_config(tuned).data.source == "webdataset"
 
 
+def test_prompts_of_a_file_have_their_images(folder, capfd):
+    vision = VisionConfig(num_layers=1, patch=4, pad_token=257)
+    seen = SimpleNamespace(tokenizer=ByteTokenizer(), config=SimpleNamespace(vision=vision))
+    lines = [
+        {"prompt": "?", "images": ["5.png"]},
+        {"prompt": "?"},
+        {"prompt": "", "image": "6.png"},
+    ]
+    path = folder / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    options = _parser().parse(["--checkpoint=x", f"--prompts-file={path}", "--image-patches=4"])[0]
+    prompts = read_prompts(options)
+    ids, images = _encoded(seen, prompts, options)
+    assert ids == [[257, 63], [63], [257]] and [len(own) for own in images] == [1, 0, 1]
+    assert f"image {folder}/5.png: 2 x 2 patches, 1 tokens\n" in capfd.readouterr().err
+    path.write_text(json.dumps({"prompt": "?", "images": 3}))
+    with pytest.raises(ConfigError, match=r"prompts.jsonl, line 1: has images=3\. Write"):
+        read_prompts(options)
+
+
 def test_what_cannot_be_seen_is_one_line(moejax, folder, run_dir):
     both = moejax(
         "generate", f"--checkpoint={run_dir}", "--image=x.png", "--prompts-file=prompts.txt"
     )
     assert both.code == 2 and "--image goes with --prompt" in both.err
+    empty = moejax("generate", f"--checkpoint={run_dir}", "--image=")
+    assert empty.code == 2 and "--image= is empty: name an image file" in empty.err
+    large = moejax("generate", f"--checkpoint={run_dir}", "--prompt=a", f"--tokenizer={run_dir}")
+    assert large.code == 2 and large.err.count("\n") == 1
     blind = moejax("generate", f"--checkpoint={run_dir}", f"--image={folder}/5.png")
     assert blind.code == 2 and "no vision tower" in blind.err and blind.err.count("\n") == 1
     untold = moejax(

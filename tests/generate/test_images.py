@@ -8,14 +8,22 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from moejax.config import ConfigError, FfnConfig, MlaConfig, ModelConfig, VisionConfig
+from moejax.config import (
+    ConfigError,
+    FfnConfig,
+    MeshConfig,
+    MlaConfig,
+    ModelConfig,
+    VisionConfig,
+)
 from moejax.data import ByteTokenizer
 from moejax.data.image_rows import row_buffers
 from moejax.data.patches import patched
-from moejax.generate import Generator
+from moejax.generate import Generator, LanguageModel
 from moejax.generate.prompts import image_prompt
 from moejax.layers.vision.images import images_of
 from moejax.models.parts import model_parts
+from moejax.partitioning import make_mesh
 from tests.models.running import FAST_COMPILE
 
 PAD, P, Z = 300, 4, 64
@@ -78,8 +86,14 @@ def test_what_does_not_fit_is_said(model):
 
     with pytest.raises(ConfigError, match="images are of 1 prompts, and 3"):
         run(PROMPTS, IMAGES[:1])
-    with pytest.raises(ConfigError, match="prompt 0: 1 pad tokens .* for 4 image features"):
+    with pytest.raises(ConfigError, match=r"prompt 0: 1 pad .* for 4 .* of its image \(4\)"):
         run([[PAD]], [[IMAGES[2][0]]])
+    with pytest.raises(ConfigError, match=r"prompt 1: 3 pad .* for 0 .* of images: it has none"):
+        run([[1], [PAD] * 3], None)
+    seen = LanguageModel(parts, params, balance, make_mesh(MeshConfig()))
+    for ask in (seen.logits, seen.loss):
+        with pytest.raises(ConfigError, match=f"pad token of images, {PAD}, in row 1"):
+            ask([[1, 2], [3, PAD]])
     blind = dataclasses.replace(MODEL, vision=VisionConfig())
     with pytest.raises(ConfigError, match="no vision tower"):
         Generator(model_parts(blind)).generate({}, {}, [[1]], max_new_tokens=1, images=[[0]])
