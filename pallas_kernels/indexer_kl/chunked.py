@@ -16,9 +16,11 @@ from pallas_kernels.blocks import (
     scan_queries,
     take_rows,
     visible,
+    zeros_of,
 )
 from pallas_kernels.indexer_kl.distributions import Distributions
 from pallas_kernels.lightning_indexer.scores import head_dots, index_scores, weight_factor
+from pallas_kernels.padding import without_padding
 
 _QUERY_BLOCK = 64
 # Bytes of a sequence's gathered rows, scores and dot products in flight.
@@ -38,7 +40,7 @@ class _Block:
         if sparse:
             self.indices = chosen[0]
             self.k_idx, rows = take_rows(k_idx, self.indices), take_rows(rows, self.indices)
-            mask_Btx = (self.indices >= 0) & (seg_Bt > 0)[..., None]
+            mask_Btx = self.indices >= 0
         else:
             self.k_idx = k_idx
             pos_t = q_offset + start + jnp.arange(seg_Bt.shape[1], dtype=jnp.int32)
@@ -109,7 +111,7 @@ def _kl_bwd(scale, residuals, dkl_BT):
 
     xs = (dkl_BT, *_inputs(q_idx, w_idx, q_main, lse, places[0], indices))
     limit = _block_limit(q_idx, q_main, _num_keys(k_idx, indices))
-    dk, (dq, dw) = scan_queries(query_block, jnp.zeros(k_idx.shape, dtype), xs, limit)
+    dk, (dq, dw) = scan_queries(query_block, zeros_of(q_idx, k_idx.shape, dtype), xs, limit)
     return dq, dk.astype(k_idx.dtype), dw, None, None, None, None, None
 
 
@@ -120,7 +122,17 @@ def indexer_kl(
     q_idx, k_idx, w_idx, q_latent, q_rope, latent, k_rope, lse, indices, places, *, scale
 ):
     """See api.py."""
+    # a probability of 0 does not keep a NaN of padding out of a product
+    seg_q, seg_k, _ = places
+    q_idx, w_idx, q_latent, q_rope, lse = without_padding(
+        seg_q, q_idx, w_idx, q_latent, q_rope, lse
+    )
+    if indices is None:
+        k_idx, latent, k_rope = without_padding(seg_k, k_idx, latent, k_rope)
+    else:
+        indices = jnp.where((seg_q > 0)[..., None], indices, -1)
     main = lax.stop_gradient((q_latent, q_rope, latent, k_rope, lse))
     q_main = jnp.concatenate(main[:2], axis=-1)
     rows = jnp.concatenate(main[2:4], axis=-1)
-    return _kl(q_idx, k_idx, w_idx, q_main, rows, main[4], indices, places, scale)
+    kl_BT = _kl(q_idx, k_idx, w_idx, q_main, rows, main[4], indices, places, scale)
+    return without_padding(seg_q, kl_BT)[0]

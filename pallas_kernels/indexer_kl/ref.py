@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.blocks import accum_dtype, visible
+from pallas_kernels.padding import without_padding
 
 
 def indexer_kl(
@@ -18,11 +19,17 @@ def indexer_kl(
     else:
         chosen_BTS = (indices[..., None] == jnp.arange(S)).any(2)
         mask_BTS = chosen_BTS & (seg_q > 0)[..., None]
+    # a weight of 0 does not keep a NaN out of a product: neither of padding nor of unseen keys
+    q_idx, w_idx, q_latent, q_rope, lse = without_padding(
+        seg_q, q_idx, w_idx, q_latent, q_rope, lse
+    )
+    k_idx, latent, k_rope = without_padding(mask_BTS.any(1), k_idx, latent, k_rope)
     main = lax.stop_gradient((q_latent, q_rope, latent, k_rope, lse))
     p_BTS = _target(*main, mask_BTS, scale)
     log_rho_BTS = _log_softmax(_scores(q_idx, k_idx, w_idx), mask_BTS)
     log_p_BTS = jnp.log(jnp.where(p_BTS > 0, p_BTS, 1))
-    return jnp.sum(p_BTS * (log_p_BTS - log_rho_BTS), axis=-1)
+    kl_BT = jnp.sum(p_BTS * (log_p_BTS - log_rho_BTS), axis=-1)
+    return without_padding(seg_q, kl_BT)[0]
 
 
 def _target(q_latent, q_rope, latent, k_rope, lse, mask_BTS, scale):

@@ -109,6 +109,27 @@ def test_one_key_or_none_is_exactly_zero():
     assert (dense[:, 5] > 0).all()
 
 
+@pytest.mark.parametrize("impl", ["chunked", "ref"])
+@pytest.mark.parametrize("sparse", [True, False])
+def test_nan_in_padding_reaches_nothing(impl, sparse):
+    """Nor do keys of padding in a padding query's slots; gradients of padding are 0."""
+    draw = lambda *shape: jax.random.normal(jax.random.key(len(shape)), shape)  # noqa: E731
+    clean = {
+        "q_idx": draw(1, 5, 2, 4), "k_idx": draw(1, 5, 4), "w_idx": draw(1, 5, 2),
+        "q_latent": draw(1, 5, 2, 4), "q_rope": draw(1, 5, 2, 2), "latent": draw(1, 5, 4),
+        "k_rope": draw(1, 5, 2), "lse": 2 + draw(1, 5, 2),
+    }  # fmt: skip
+    spoilt = {name: x.at[:, 4].set(jnp.nan) for name, x in clean.items()}
+    places = {"segment_ids": jnp.array([[1, 1, 1, 1, 0]])}
+    if sparse:
+        places["indices"] = jnp.array([[[0, -1], [1, 0], [2, 0], [1, 3], [4, 0]]])
+    run = functools.partial(indexer_kl, scale=0.3, impl=impl)
+    actual, expected = (output_and_vjp(run, x | places) for x in (spoilt, clean))
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    assert all((actual[1][name][:, 4] == 0).all() for name in INDEX)
+
+
 @pytest.mark.parametrize("case", [specs.LARGE, specs.LARGE_DENSE], ids=["sparse", "dense"])
 def test_memory_is_linear(case):
     def temporaries(impl):
