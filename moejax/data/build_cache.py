@@ -70,9 +70,10 @@ def prepare(
         raise ConfigError(
             f"data.source='cache'{where} is tokenised already: there is nothing to prepare."
         )
-    if any(source.source in ("chat", "webdataset") for source in sources.values()):
+    whole = [s.source for s in sources.values() if s.source in ("chat", "webdataset")]
+    if whole:
         raise ConfigError(
-            "data.source='chat' has no cache: conversations are rendered when a run begins."
+            f"data.source={whole[0]!r} has no cache: conversations are rendered when a run begins."
         )
     opened = {
         name: {split: SplitTexts.of(source, split) for split in SPLITS}

@@ -81,20 +81,30 @@ def chat_facts(
     rows = WholeRows(documents, np.arange(len(documents)), cfg.seq_len)
     rows.check_filled("the training split")
     row, owners = rows.row(0), rows.document_ids(0)
-    first = int(owners[owners >= 0][0])
+    taught = owners[row["labels"] >= 0]  # not one whose image turns out to be damaged
+    first = int(taught[0] if len(taught) else owners[owners >= 0][0])
     tokens = row["tokens"][owners == first]
     # A label is the token behind; the first of a document is none.
     learned = np.concatenate([[False], row["labels"][owners == first][:-1] >= 0])
-    parts = [
-        (tokenizer.show(tokens[[place for place, _ in run]]), bool(kind))
-        for kind, run in itertools.groupby(enumerate(learned), key=lambda pair: pair[1])
-    ]
+    rules = None if documents.images is None else documents.images.rules
+    pads = np.zeros(len(tokens), bool) if rules is None else tokens == rules.pad_token
+    parts = []
+    for (kind, pad), run in itertools.groupby(zip(learned, pads, tokens, strict=True), _kind):
+        ids = np.array([token for _, _, token in run])
+        text = f"[image, {len(ids)} tokens]" if pad else tokenizer.show(ids)
+        parts.append((text, kind))
     return ChatFacts(
         len(corpus), _rendering(tokenizer, corpus), rows.num_tokens, rows.num_labels,
         rows.num_rows, rows.num_tokens / (rows.num_rows * cfg.seq_len), rows.num_dropped,
         rows.num_truncated, corpus.names[first], parts,
         documents.num_bad, rows.crowded_words if rows.num_crowded else "",
     )  # fmt: skip
+
+
+def _kind(place: tuple[Any, Any, Any]) -> tuple[bool, bool]:
+    """Whether a token is learned, and whether it stands for a part of an image."""
+    learned, pad, _ = place
+    return bool(learned), bool(pad)
 
 
 def _rendering(tokenizer: Any, corpus: Corpus) -> str:

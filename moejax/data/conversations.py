@@ -54,7 +54,15 @@ def chat_documents(cfg: SourceFields, split: Split) -> list[tuple[str, str]]:
 
 def _read(path: str, name: str) -> Iterator[tuple[str, str]]:
     if os.path.splitext(path)[1] not in (".jsonl", ".json"):
-        raise ConfigError(f"{path}: data.source='chat' reads .jsonl files, one record a line.")
+        hint = ""
+        if path.endswith(".tar"):
+            hint = (
+                " Shards are data.source='webdataset'; both in one run are two members of "
+                "data.mixture."
+            )
+        raise ConfigError(
+            f"{path}: data.source='chat' reads .jsonl files, one record a line.{hint}"
+        )
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -94,6 +94,7 @@ def test_bad_files_are_refused(tmp_path):
     (tmp_path / "bad.jsonl").write_text(LINE + "\n{oops\n")
     (tmp_path / "empty.jsonl").write_text("\n")
     (tmp_path / "chat.txt").write_text(LINE)
+    (tmp_path / "chat.tar").write_bytes(b"")
     (tmp_path / "half.jsonl").write_text(LINE.replace('"b"', '"\\ud800"') + "\n" + LINE)
     (tmp_path / "bytes.jsonl").write_bytes(LINE.encode() + b"\n\n\xff" + LINE.encode())
     for name, reason in (
@@ -101,6 +102,7 @@ def test_bad_files_are_refused(tmp_path):
         ("bad.jsonl", r"bad\.jsonl:2: not JSON"),
         ("empty.jsonl", "hold no records"),
         ("chat.txt", "reads .jsonl files"),
+        ("chat.tar", r"reads .jsonl files.* Shards are data.source='webdataset'; both .*mixture"),
         ("half.jsonl", r"half\.jsonl:1: the text is not valid Unicode"),
     ):
         with pytest.raises(ConfigError, match=reason):

@@ -262,6 +262,7 @@ def test_bad_images_are_left_out_by_name_and_counted(folder, tmp_path, caplog):
     corpus = load_corpus(cfg, "train")
     facts = chat_facts(cfg, BYTES, corpus, VISION)
     assert facts.lines()[0].startswith("conversations: 4, 2 of them left out for bad images, ")
+    assert facts.lines()[-2].startswith("### user\n[image, 1 tokens]what?\n### assistant\n>>>")
     held_out = make_eval_batches(cfg, BYTES, corpus, 1, vision=VISION)
     assert (held_out.num_left_out, held_out.num_bad_images, held_out.num_damaged) == (2, 2, 0)
     assert len(list(held_out)) == len(list(held_out)) == 1
