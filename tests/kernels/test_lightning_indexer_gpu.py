@@ -102,6 +102,14 @@ def test_keys_without_a_number_come_last_but_count(impl):
     np.testing.assert_array_equal(indices, REF(**x, top_k=9)[0])
 
 
+def test_an_infinite_score_is_first_with_few_heads():
+    """A lone query's heads fill a tile of 16; 0 times a key of inf must not reach its score."""
+    q, w = jnp.ones((1, 1, 2, 16)), jnp.ones((1, 1, 2))
+    keys = jnp.ones((1, 4, 16)).at[0, 2].set(jnp.inf)
+    indices, scores = GPU(q, keys, w, top_k=2, q_offset=3)
+    assert indices.tolist() == [[[2, 0]]] and scores[0, 0, 0] == jnp.inf
+
+
 @pytest.fixture(scope="module")
 def packed():
     x = _inputs(specs.Case(1, 64, 64, 4, 8, 7, starts=(20, 41), padding=2), whole=True)
