@@ -11,8 +11,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from moejax.cli import evaluate_alone
 from moejax.cli.flags import (
     Parser,
@@ -257,6 +255,7 @@ def evaluate(
 def total_over_processes(count: int) -> int:
     """The sum of what every process counted."""
     import jax
+    import numpy as np
     from jax.experimental import multihost_utils
 
     if jax.process_count() == 1:
