@@ -11,5 +11,5 @@ def without_padding(segment_ids: jax.Array | None, *arrays: jax.Array) -> tuple[
     """
     if segment_ids is None:
         return arrays
-    real = segment_ids != 0
+    real = segment_ids.astype(bool)
     return tuple(jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0) for x in arrays)
