@@ -5,7 +5,8 @@
 For a GPU, the compiler's PTX is assembled again, which tells registers and spilled bytes, and its
 machine code is read for large matrix instructions (HGMMA). A TPU's compiler refuses a kernel whose
 tiles do not fit. Ends with 1 where a kernel of `--chips` does not compile, spills, or lacks the
-large matrix instructions it is meant to have; with 2 where the compilers are not installed.
+large matrix instructions it is meant to have; with 2 where the compilers are not installed. Several
+chips take a process each: where a compiler dies of a program, twice, that is the program's fault.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from rich.console import Console
 import pallas_kernels
 from moejax.config import ConfigError
 from moejax.planner.aot import EXTRA, absent_devices
+from moejax.planner.gate_children import START, child_of, rows_of
 from moejax.planner.gate_table import Row, markdown, table
 from moejax.planner.hardware import Hardware, parse_hardware
 from moejax.planner.kernel_resources import TOOLS, Resources, gpu_kernels, tool, tpu_kernels
@@ -46,9 +48,16 @@ _CORES = {"h100": 132, "h200": 132, "b200": 148, "v5p": 2, "v6e": 1, "tpu7x": 1}
 _GATED = (*_SM, *_SHAPES)
 
 
-def gate(chip: str, ops: Sequence[str], quick: bool = False) -> Iterator[Row]:
+def gate(
+    chip: str, ops: Sequence[str], quick: bool = False, start: int | None = None
+) -> Iterator[Row]:
     """Compiles the cases of the ops for one chip; a row for each kernel, and for each refusal.
 
+    Args:
+      chip: its name.
+      ops: folders of pallas_kernels.
+      quick: only the cases marked so.
+      start: the case to begin with; with it, each is said before it is compiled.
     Raises:
       ConfigError: there is no such chip, or what compiles for it is not installed.
     """
@@ -64,11 +73,18 @@ def gate(chip: str, ops: Sequence[str], quick: bool = False) -> Iterator[Row]:
     if platform == "gpu" and not all(map(tool, TOOLS)):
         missing = ", ".join(name for name in TOOLS if not tool(name))
         raise ConfigError(f"{missing} of the CUDA toolkit: not found. {EXTRA} brings them.")
-    for op in ops:
-        specs = importlib.import_module(f"pallas_kernels.{op}.specs")
-        for case in getattr(specs, "gate_cases", lambda platform: [])(platform):
-            if case.quick or not quick:
-                yield from _compiled(hardware, platform, device, case)
+    cases = (case for op in ops for case in _cases(op, platform) if case.quick or not quick)
+    for index, case in enumerate(cases):
+        if index < (start or 0):
+            continue
+        if start is not None:
+            print(json.dumps({"begins": index, "case": case.name}), flush=True)
+        yield from _compiled(hardware, platform, device, case)
+
+
+def _cases(op: str, platform: str) -> Sequence[GateCase]:
+    specs = importlib.import_module(f"pallas_kernels.{op}.specs")
+    return getattr(specs, "gate_cases", lambda platform: [])(platform)
 
 
 def _compiled(hardware: Hardware, platform: str, device: Any, case: GateCase) -> Iterator[Row]:
@@ -157,6 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--ops", default=",".join(OPS), help="folders of pallas_kernels: all")
     parser.add_argument("--quick", action="store_true", help="only the cases marked quick")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument(START, type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--markdown", metavar="FILE", help="also write the table there")
     return parser
 
@@ -176,7 +193,11 @@ def _all(options: argparse.Namespace, chips: Sequence[str]) -> Iterator[Row]:
         if op not in OPS:
             raise ConfigError(f"--ops={options.ops}: no operator {op!r}. Known: {', '.join(OPS)}.")
     for chip in chips:
-        for row in gate(chip, ops, options.quick):
+        if len(chips) == 1:
+            found = gate(chip, ops, options.quick, options.start)
+        else:  # each in a process of its own, whose compiler may die
+            found = rows_of(child_of(chip, options.ops, options.quick), chip)
+        for row in found:
             if options.json:
                 print(json.dumps(dataclasses.asdict(row)), flush=True)
             elif sys.stderr.isatty():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.experimental import pallas as pl
 
 from moejax.config import ConfigError
 from moejax.planner import kernel_gate
+from moejax.planner.gate_children import rows_of
 from moejax.planner.gate_table import Row, markdown
 from moejax.planner.kernel_resources import (
     Resources,
@@ -77,7 +79,7 @@ def test_a_kernel_that_is_not_there_is_a_fault():
         assert list(absent([], CASE, platform)) == ["no Pallas kernel in the program"]
 
 
-def _rows(chip, ops, quick=False):
+def _rows(chip, ops=(), quick=False, start=None):
     """h200 passes, every other chip spills."""
     one = Resources("dot", registers=90, onchip=4096, spilled=0 if chip == "h200" else 8, hgmma=3)
     faults = () if chip == "h200" else ("spills | registers",)
@@ -86,6 +88,7 @@ def _rows(chip, ops, quick=False):
 
 def test_only_required_chips_fail_the_gate(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(kernel_gate, "gate", _rows)
+    monkeypatch.setattr(kernel_gate, "rows_of", lambda command, chip: _rows(chip))
     page = tmp_path / "GATES.md"
     arguments = ["--chips=h200", "--also=b200,v6e", f"--markdown={page}"]
     assert kernel_gate.main(arguments) == 0
@@ -193,3 +196,46 @@ def test_a_gate_without_a_case_does_not_pass(ops, monkeypatch, capsys):
     assert kernel_gate.main([f"--ops={ops}", "--chips=v5p"]) == 2
     error = capsys.readouterr().err.strip()
     assert error == f"error: nothing to compile: --ops={ops} has no case for --chips=v5p."
+
+
+CHILD = """
+import json, os, signal, sys
+start = int(sys.argv[-1].partition("=")[2])
+for index in range(start, 4):
+    print(json.dumps({"begins": index, "case": f"case {index}"}), flush=True)
+    row = {"chip": "b200", "case": f"case {index}", "of": {"kernel": "k"}, "faults": []}
+    crashes = index == 1 or index == 2 and not os.path.exists(sys.argv[1])
+    if crashes:
+        open(sys.argv[1], "a").close() if index == 2 else None
+        os.kill(os.getpid(), signal.SIGSEGV)
+    print(json.dumps(row), flush=True)
+"""
+
+
+def test_a_compiler_that_dies_takes_one_program_with_it(tmp_path):
+    """Of case 1 it dies each time, of case 2 once: a race, which the second try may win."""
+    command = [sys.executable, "-c", CHILD, str(tmp_path / "died")]
+    rows = list(rows_of(command, "b200"))
+    assert [row.case for row in rows] == [f"case {i}" for i in range(4)]
+    assert [bool(row.faults) for row in rows] == [False, True, False, False]
+    assert rows[1].fault == "the compiler died 2 times, of SIGSEGV"
+
+
+def test_what_a_child_refuses_is_said(capsys):
+    child = "import sys; print('error: nothing here', file=sys.stderr); sys.exit(2)"
+    with pytest.raises(ConfigError, match=r"^nothing here$"):
+        list(rows_of([sys.executable, "-c", child], "b200"))
+
+
+def test_a_child_begins_where_it_is_told(monkeypatch, capsys):
+    from pallas_kernels.gated_norm import specs
+
+    monkeypatch.setattr(kernel_gate, "absent_devices", lambda hardware: [None])
+    monkeypatch.setattr(specs, "gate_cases", lambda platform: [_product(16, 4), _product(32, 4)])
+    monkeypatch.setattr(
+        kernel_gate, "_compiled", lambda *a: iter([Row("v5p", a[3].name, Resources("dot"))])
+    )
+    assert kernel_gate.main(["--chips=v5p", "--ops=gated_norm", "--json", "--start=1"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == {"begins": 1, "case": "product of 32"}
+    assert [line["case"] for line in lines] == ["product of 32"] * 2
