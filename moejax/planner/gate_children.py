@@ -28,6 +28,7 @@ def rows_of(command: Sequence[str], chip: str) -> Iterator[Row]:
       ConfigError: the command ends with 2; its last line says why.
     """
     start, tries = 0, 0
+    rows: list[Row]
     while True:
         at, case, rows = start, "", []
         with tempfile.TemporaryFile("w+") as said:
