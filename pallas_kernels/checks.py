@@ -1,8 +1,7 @@
 """Checks of arguments that operators share: each raises one line, what was given and what may be.
 
 Only shapes, dtypes and Python numbers are looked at, so that they cost nothing once a program is
-traced. An
-argument that is None is left out.
+traced. An argument that is None is left out.
 """
 
 import math
