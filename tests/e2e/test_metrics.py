@@ -121,11 +121,11 @@ def test_a_finished_run_says_so_and_does_nothing(straight, capfd):
 
 
 def test_only_the_time_of_steps_counts_as_theirs(stopped, monkeypatch, tmp_path):
-    """A trace that takes a second to begin and to end makes no step, and no mean, slower."""
+    """A trace that takes long to begin and to end makes no step, and no mean, slower."""
     workdir = copied(stopped.workdir, tmp_path / "work")
     for name in ("start_trace", "stop_trace"):
-        monkeypatch.setattr(jax.profiler, name, lambda *_: time.sleep(2.0))
+        monkeypatch.setattr(jax.profiler, name, lambda *_: time.sleep(5.0))
     done = train(workdir, profile__steps="8-9", train__stop_at=12, eval__every=0)
     assert "profile: " in done.out
-    assert max(row["step_s"] for row in rows(workdir)[6:]) < 2.0
-    assert done.loop.mean_tokens_per_s() > STEP_TOKENS / 2.0
+    assert max(row["step_s"] for row in rows(workdir)[6:]) < 5.0
+    assert done.loop.mean_tokens_per_s() > STEP_TOKENS / 5.0
