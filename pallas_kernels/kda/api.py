@@ -5,7 +5,7 @@ import math
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import choose
-from pallas_kernels.checks import check_float, check_int, check_rank, is_int
+from pallas_kernels.checks import check_float, check_int, check_number, check_rank, is_int
 from pallas_kernels.kda import chunked, composed, pallas_gpu, pallas_tpu, ref
 from pallas_kernels.padding import without_padding
 
@@ -135,9 +135,7 @@ def kda_fused(
 
 
 def _scale(scale, q):
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale={scale} is not finite. Give a number, or None for H ** -0.5.")
-    return float(q.shape[-1] ** -0.5 if scale is None else scale)
+    return q.shape[-1] ** -0.5 if scale is None else check_number("scale", scale)
 
 
 def _check(q, k, v, per_head, segment_ids, initial_state, chunk):

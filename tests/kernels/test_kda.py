@@ -517,7 +517,7 @@ def test_errors_are_one_line():
     inputs = specs.make_inputs(specs.CASES["tiny"])
     for options, message in (
         ({"chunk": 48}, "power of two"), ({"impl": "fast"}, "Use one of"),
-        ({"scale": float("nan")}, "scale=nan is not finite"),
+        ({"scale": float("nan")}, "scale is nan; give a finite number"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message) as error:
             kda(**inputs, **options)
