@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from moejax.checkpoint.base import check_base, check_scale, fingerprint
 from moejax.checkpoint.layout import CheckpointError
@@ -29,23 +26,6 @@ CODED = LORA | {"lora__base_format": "fp8"}
 def adapt(moejax, workdir: Path, base: Path, **changes):
     fields = CODED | {"init_from": str(base)} | changes
     return moejax("train", "--config=tiny", f"--workdir={workdir}", *flags(**fields))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory) -> Iterator[None]:
-    """Programs of this file's runs are kept for the next."""
-    changes = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: getattr(jax.config, name) for name in changes}
-    compilation_cache.reset_cache()
-    for name, value in changes.items():
-        jax.config.update(name, value)
-    yield
-    compilation_cache.reset_cache()
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import math
 import re
 import shutil
 
-import jax
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -15,13 +14,6 @@ from tests.generate.test_scoring import CHOICES
 from tests.models.published import FOLDER
 
 FILES = ("--files", f"{TEXT}/function_0.py.txt", f"{TEXT}/function_1.py.txt")
-
-
-@pytest.fixture(scope="module")
-def cached(tmp_path_factory):
-    """Programs that several calls share."""
-    yield f"--config.compile_cache={tmp_path_factory.mktemp('compiled')}"
-    jax.config.update("jax_compilation_cache_dir", None)
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +40,13 @@ def facts(shown) -> dict:
     return json.loads(shown.out)
 
 
-def test_files_have_the_same_losses_on_every_mesh_and_batch_size(moejax, run_dir, cached, tmp_path):
+def test_files_have_the_same_losses_on_every_mesh_and_batch_size(moejax, run_dir, tmp_path):
     found, lines = [], []
     for number, options in enumerate(
         ((), ("--config.eval.batch_size=3", "--config.mesh.fsdp=2", "--config.mesh.expert=4"))
     ):
         out = tmp_path / f"{number}.jsonl"
-        options = (*FILES, f"--per-document={out}", "--json", *options, cached)
+        options = (*FILES, f"--per-document={out}", "--json", *options)
         found.append(facts(moejax("eval", f"--workdir={run_dir}", *options)))
         lines.append([json.loads(line) for line in out.read_text().splitlines()])
     for name in ("loss", "perplexity", "nats_per_byte", "bits_per_byte"):
@@ -73,9 +65,9 @@ def test_files_have_the_same_losses_on_every_mesh_and_batch_size(moejax, run_dir
     assert (total["window"], total["stride"], total["split"]) == (32, 32, None)
 
 
-def test_a_split_is_packed_unless_asked_for_by_document(moejax, run_dir, cached):
-    packed = facts(moejax("eval", f"--workdir={run_dir}", "--json", cached))
-    options = ("--alone", "--stride=20", "--json", cached)
+def test_a_split_is_packed_unless_asked_for_by_document(moejax, run_dir):
+    packed = facts(moejax("eval", f"--workdir={run_dir}", "--json"))
+    options = ("--alone", "--stride=20", "--json")
     alone = facts(moejax("eval", f"--workdir={run_dir}", *options))
     assert (alone["window"], alone["stride"]) == (32, 20)
     assert packed["documents"] == alone["documents"] and packed["num_bytes"] == alone["num_bytes"]
@@ -85,11 +77,11 @@ def test_a_split_is_packed_unless_asked_for_by_document(moejax, run_dir, cached)
     assert "window" not in packed and packed["seq_len"] == 32 and alone["split"] == "validation"
 
 
-def test_a_model_folder_and_its_import_are_the_same(moejax, folder, cached, tmp_path):
+def test_a_model_folder_and_its_import_are_the_same(moejax, folder, tmp_path):
     """Behind a begin token every token of the text has a loss; fields of .jsonl by name."""
     texts = tmp_path / "texts.jsonl"
     texts.write_text('{"body": "Hello, world.\\n"}\n{"body": "abc"}\n')
-    asked = ("--files", str(texts), "--text-field=body", "--json", cached)
+    asked = ("--files", str(texts), "--text-field=body", "--json")
     found = facts(moejax("eval", f"--checkpoint={folder}", *asked))
     assert found["step"] is None and found["window"] == 2048
     assert found["num_tokens"] == found["num_bytes"] + 2 == 14 + 3 + 2
@@ -99,8 +91,8 @@ def test_a_model_folder_and_its_import_are_the_same(moejax, folder, cached, tmp_
     assert again["loss"] == pytest.approx(found["loss"], rel=1e-5)
 
 
-def test_answers_to_questions(moejax, run_dir, cached):
-    asked = (f"--multiple-choice={CHOICES}", "--window=128", cached)
+def test_answers_to_questions(moejax, run_dir):
+    asked = (f"--multiple-choice={CHOICES}", "--window=128")
     shown = moejax("eval", f"--workdir={run_dir}", *asked)
     found = re.fullmatch(
         r"step 2, 20 questions: accuracy (0\.\d{4}), (0\.\d{4}) with likelihoods divided by length"

@@ -2,18 +2,15 @@
 
 import json
 
-import jax
 import pytest
 
 from tests.models.published import FOLDER
 
 
 @pytest.fixture(scope="module")
-def trained(run_dir, tmp_path_factory):
+def trained(run_dir):
     """A run of two steps: it continues with whatever, but always the same."""
-    cache = tmp_path_factory.mktemp("compiled")
-    yield f"--checkpoint={run_dir}", f"--config.compile_cache={cache}"
-    jax.config.update("jax_compilation_cache_dir", None)
+    return (f"--checkpoint={run_dir}",)
 
 
 def lines_of(text: str) -> list[dict]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moejax.config import DataConfig
 from moejax.config.load import as_run_config
+from moejax.data import pipeline
 from moejax.data.packing import tokenize_corpus
 from moejax.data.pipeline import make_train_iterator
 from moejax.data.rows import ShuffledRows
@@ -125,10 +126,13 @@ def test_a_run_of_epochs_on_changing_hosts_holds_every_token_so_often(streams):
 def test_a_host_asks_for_its_own_rows_only(streams, monkeypatch):
     cfg, corpus, _ = streams["packed"]
     asked: list[int] = []
-    row = ShuffledRows.__getitem__
-    monkeypatch.setattr(
-        ShuffledRows, "__getitem__", lambda self, n: (asked.append(n), row(self, n))[1]
-    )
+
+    class Watched(ShuffledRows):  # this host's alone: threads of hosts before it may still read
+        def __getitem__(self, n: int):
+            asked.append(n)
+            return super().__getitem__(n)
+
+    monkeypatch.setattr(pipeline, "ShuffledRows", Watched)
     host = make_train_iterator(cfg.replace(prefetch=1), BYTES, corpus, seed=5, shard=(1, 4))
     for _ in range(5):
         next(host)
