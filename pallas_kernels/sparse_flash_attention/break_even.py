@@ -16,9 +16,10 @@ from pallas_kernels.choose import target_chip, target_platform
 # Cost of an operation of the gathering kernel beside one of the dense kernel: of a platform, and of
 # its chips that differ.
 # NVIDIA: 64 of 96 heads make a tile, so that the second half is empty in a third of the work (4/3).
-# TPUs have no kernel that gathers rows, and XLA's own fetches one row at a time: counted as 8.
+# TPUs have no kernel that gathers rows: XLA's form beside the dense kernel, with gradients, in the
+# compiler's cycles for v5p (python -m moejax.planner.gather_cost); a v6e's gather is quicker.
 # CPU: measured on two cores, with gradients, as README.md says.
-SLOWDOWN = {"gpu": 4 / 3, "tpu": 8.0, "cpu": 2.0}
+SLOWDOWN = {"gpu": 4 / 3, "tpu": 9.9, "cpu": 2.0, "v6e": 3.6, "v6 lite": 3.6}
 
 # Platforms by what chips are called, or by a part of what JAX calls their kind ("TPU v6 lite").
 PLATFORMS = {
@@ -47,7 +48,8 @@ def crossover(top_k: int, *, H: int, h: int, C: int, R: int, chip: str | None = 
             check_count(f"crossover: {name}", size, 2**31 - 1)
     platform = target_platform() if chip is None else _platform_of(chip)
     kind = target_chip() if chip is None else chip.lower()
-    slowdown = next((cost for name, cost in SLOWDOWN.items() if name in kind), SLOWDOWN[platform])
+    of_chip = (SLOWDOWN[name] for name in SLOWDOWN if name not in PLATFORMS and name in kind)
+    slowdown = next(of_chip, SLOWDOWN[platform])
     return max(top_k, int(slowdown * 2 * top_k * (2 * C + R) / (H + h)))
 
 
