@@ -24,13 +24,14 @@ from moejax.config.load import load_config
 from moejax.train.compile import enable_cache
 from moejax.train.lock import sole_run
 from tests.cli.conftest import TEXT, flags
+from tests.environment import clean_environment
 
 ROOT = Path(__file__).parents[2]
 
 
 def _command(*argv: str, **env: str) -> subprocess.Popen:
     """The command as a process, away from the settings of this test run."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    clean = clean_environment()
     return subprocess.Popen(
         [sys.executable, "-m", "moejax.cli.main", *argv],
         cwd=ROOT, env=clean | env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.e2e.small import PATIENCE_S, ROOT, flags, rows
+from tests.environment import clean_environment
 
 FIVE = {
     "model__num_layers": 5, "model__attention": "mla", "model__attn_res_block": 0,
@@ -44,7 +45,7 @@ class Job:
             if file_bytes is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
 
-        clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+        clean = clean_environment()
         self.workdir = workdir
         before = len(list(workdir.parent.glob(f"{workdir.name}-*.said")))
         self.said_in = workdir.with_name(f"{workdir.name}-{before}.said")

@@ -14,6 +14,7 @@ import pytest
 
 from moejax.cli.main import main
 from tests.e2e.small import PATIENCE_S, ROOT, command, flags, rows, steps_on_disk
+from tests.environment import clean_environment
 
 # One layer is one program to compile, in every process.
 FEW = {
@@ -24,7 +25,7 @@ FEW = {
 
 def launch(workdir: Path, *, processes: int = 2, devices: int = 1, **changes) -> subprocess.Popen:
     """A training run of several processes, away from the settings of this test run."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    clean = clean_environment()
     return subprocess.Popen(
         [sys.executable, "-m", "moejax.cli.main", "launch", "local", f"--processes={processes}",
          f"--devices-per-process={devices}", "--", "train", f"--workdir={workdir}",

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import io
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from moejax.checkpoint import reader
 from moejax.train import loop
 from moejax.train.compile import Compiled, compile_once
 from moejax.train.loop import Loop
+from tests.environment import clean_environment
 
 RUN = importlib.import_module("moejax.train.run")  # the package's `run` is the function in it
 ROOT = Path(__file__).parents[2]
@@ -101,7 +101,7 @@ def flags(**changes: Any) -> list[str]:
 
 def command(workdir: Path, devices: int, argv: list[str]) -> subprocess.Popen:
     """`moejax train` as a process, away from the settings of this test run."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    clean = clean_environment()
     return subprocess.Popen(
         [sys.executable, "-m", "moejax.cli.main", "train", f"--workdir={workdir}",
          f"--devices={devices}", *argv],
