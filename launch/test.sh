@@ -73,7 +73,7 @@ say "pytest"
 # A whole run shares its files among a few processes: one alone leaves a core idle between compilations.
 if [ "$#" -eq 0 ]; then
   cores="$(nproc 2>/dev/null || echo 2)"
-  set -- -n "$((cores < 4 ? cores : 4))" --dist loadgroup
+  set -- -n "$((cores < 4 ? cores : 4))" --no-loadscope-reorder
 fi
 "$BIN/python" -m pytest -q "$@" || failed+=(pytest)
 
