@@ -15,6 +15,7 @@ class GateCase(NamedTuple):
       args: shapes of its arguments.
       matrix_bound: names of kernels in it that must use a GPU's large matrix instructions.
       quick: whether the short gate has it too.
+      xla: operations of XLA alone, which the platform runs for lack of a kernel.
     """
 
     name: str
@@ -22,3 +23,4 @@ class GateCase(NamedTuple):
     args: tuple[jax.ShapeDtypeStruct, ...]
     matrix_bound: tuple[str, ...] = ()
     quick: bool = False
+    xla: bool = False

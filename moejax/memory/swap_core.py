@@ -88,6 +88,8 @@ class Plan:
     Attributes:
       decisions: for every name.
       kept_bytes, offloaded_bytes: of a device.
+      spared_bytes: part of those kept that a step which keeps nothing holds too, at its peak: the
+        results of the layer in work, computed again.
       staged_bytes: device memory that offloaded results pass through.
       flops: FLOPs computed again.
       flops_full: the same where nothing is kept.
@@ -98,6 +100,7 @@ class Plan:
 
     decisions: tuple[Decision, ...]
     kept_bytes: float
+    spared_bytes: float
     offloaded_bytes: float
     staged_bytes: float
     flops: float
@@ -110,7 +113,7 @@ class Plan:
     @property
     def device_bytes(self) -> float:
         """What the choice adds to a step that keeps nothing."""
-        return self.kept_bytes + self.staged_bytes
+        return self.kept_bytes - self.spared_bytes + self.staged_bytes
 
     @property
     def saved_share(self) -> float:
@@ -129,6 +132,7 @@ class Tables(NamedTuple):
       names: in the order of the bits.
       flops, sent: what is computed, and received, again [sets].
       held: bytes of each name that are held [names, sets].
+      spared: the same of one layer alone, of the kind with the most bytes of names [names, sets].
       staged: bytes of each name on the device if it is offloaded: of a group in use, of one on its
         way, and of a layer [names].
       layers: layers that have each name [names].
@@ -138,6 +142,7 @@ class Tables(NamedTuple):
     flops: np.ndarray
     sent: np.ndarray
     held: np.ndarray
+    spared: np.ndarray
     staged: np.ndarray
     layers: np.ndarray
 
@@ -154,20 +159,27 @@ def tabulate(layers: Sequence[Layer]) -> Tables:
     sets = 1 << len(names)
     out = Tables(
         names, np.zeros(sets), np.zeros(sets), np.zeros((len(names), sets)),
-        np.zeros(len(names)), np.zeros(len(names), int),
+        np.zeros((len(names), sets)), np.zeros(len(names)), np.zeros(len(names), int),
     )  # fmt: skip
+    most = 0.0
     for layer in layers:
-        _add(out, layer)
+        own, size = _add(out, layer)
+        if size > most:
+            out.spared[:], most = own, size
     return out
 
 
-def _add(out: Tables, layer: Layer) -> None:
-    """Adds one kind of layers: goes backwards through its graph, for all sets at once."""
+def _add(out: Tables, layer: Layer) -> tuple[np.ndarray, float]:
+    """Adds one kind of layers: goes backwards through its graph, for all sets at once.
+
+    Returns:
+      What one of them holds of each name [names, sets], and the bytes of all its names.
+    """
     sets, place = len(out.flops), {name: i for i, name in enumerate(out.names)}
     kept = [(np.arange(sets) >> i & 1).astype(bool) for i in range(len(place))]
     nodes, needed = layer.backward.nodes, layer.backward.needed()
     wanted = {i: np.ones(sets, bool) for n in needed if nodes[n].after for i in nodes[n].inputs}
-    sizes = np.zeros(len(place))
+    sizes, own = np.zeros(len(place)), np.zeros_like(out.held)
     for number in range(len(nodes) - 1, -1, -1):
         node = nodes[number]
         want = wanted.pop(number, None)
@@ -175,15 +187,17 @@ def _add(out: Tables, layer: Layer) -> None:
             continue
         if node.name:
             i = place[node.name]
-            out.held[i] += layer.number * node.size * (want & kept[i])
+            own[i] += node.size * (want & kept[i])
             sizes[i] += node.size
             want = want & ~kept[i]
         out.flops[:] += layer.number * node.flops * want
         out.sent[:] += layer.number * node.sent * want
         for below in node.inputs:
             wanted[below] = wanted[below] | want if below in wanted else want
+    out.held[:] += layer.number * own
     out.staged[:] = np.maximum(out.staged, sizes * (2 * layer.group + 1))
     out.layers[:] += layer.number * (sizes > 0)
+    return own, float(sizes.sum())
 
 
 def choose(layers: Sequence[Layer], budget: Budget) -> Plan:
@@ -224,12 +238,12 @@ def _divided(
     if (held == 0).any():
         return None
     places = np.zeros(1, int)
-    host, staged = np.zeros(1), np.zeros(1)
+    host, device = np.zeros(1), np.zeros(1)
     for i, size in zip(bits, held, strict=True):
         places = np.concatenate([places, places | 1 << i])
         host = np.concatenate([host, host + size])
-        staged = np.concatenate([staged, staged + table.staged[i]])
-    device = held.sum() - host + staged
+        stays = device + size - table.spared[i, number]
+        device = np.concatenate([stays, device + table.staged[i]])
     fits = (device <= budget.device_bytes) & (host <= budget.host_bytes)
     if not fits.any():
         return None
@@ -264,13 +278,14 @@ def plan_of(layers: Sequence[Layer], table: Tables, budget: Budget, held: int, o
     on_host = np.array([off >> i & 1 for i in range(len(table.names))], bool)
     host = float(table.held[on_host, held].sum())
     kept = float(table.held[:, held].sum()) - host
+    spared = float(table.spared[~on_host, held].sum())
     staged = float(table.staged[on_host].sum())
     copy_s = host / budget.host_bytes_s
     exposed = copy_s + max(copy_s - backward_s - float(again_s[held]), 0.0)
-    left = budget.device_bytes - kept - staged
+    left = budget.device_bytes - kept + spared - staged
     rows = [_decision(table, budget, again_s, i, held, off, left) for i in range(len(table.names))]
     return Plan(
-        tuple(rows), kept, host, staged, float(table.flops[held]), float(table.flops[0]),
+        tuple(rows), kept, spared, host, staged, float(table.flops[held]), float(table.flops[0]),
         forward_s, backward_s, float(again_s[held]), exposed,
     )  # fmt: skip
 
@@ -291,8 +306,8 @@ def _decision(
         choice, reason = "keep", "hot: fits, and saves its recomputation"
     elif size == 0 or saves <= 0:
         choice, reason = "recompute", "nothing left that needs it" if size == 0 else "saves nothing"
-    elif size > left:
-        choice, reason = "recompute", f"{size - left:.3g} bytes more than are left"
+    elif (needs := size - float(table.spared[i, with_it])) > left:
+        choice, reason = "recompute", f"{needs - left:.3g} bytes more than are left"
         if copy_s > saves:
             reason += "; cheaper to compute than to copy"
     else:

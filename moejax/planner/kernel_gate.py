@@ -105,6 +105,9 @@ def _compiled(hardware: Hardware, platform: str, device: Any, case: GateCase) ->
         hlo, dump = compiled.as_text(), pathlib.Path(folder)
         found = gpu_kernels(hlo, dump, _SM[chip]) if platform == "gpu" else tpu_kernels(hlo)
     taken = {"temporaries": compiled.memory_analysis().temp_size_in_bytes, "seconds": seconds}
+    if case.xla:
+        yield Row(chip, case.name, Resources("XLA"), **taken)
+        return
     for one in found:
         yield Row(chip, case.name, one, faults=_faults(one, case, platform), **taken)
     for fault in _absent(found, case, platform):

@@ -120,9 +120,11 @@ def gate_cases(platform: str) -> list[GateCase]:
         for model, heads, keys, top_k in (
             ("K3", 96, 8192, 0), ("K3", 96, 32768, 0), ("K3", 96, 131072, 0),
             ("K3.1 chosen keys", 96, 8192, 2048), ("K3.1 chosen keys", 96, 32768, 2048),
+            ("K3.1 chosen keys", 96, 131072, 2048),
             ("DeepSeek-V3.2", 128, 8192, 0), ("DeepSeek-V3.2", 128, 32768, 0),
             ("DeepSeek-V3.2", 128, 131072, 0), ("DeepSeek-V3.2 chosen keys", 128, 8192, 2048),
             ("DeepSeek-V3.2 chosen keys", 128, 32768, 2048),
+            ("DeepSeek-V3.2 chosen keys", 128, 131072, 2048),
         )
         for way, backward in (("forward", False), ("backward", True))
     ]  # fmt: skip

@@ -109,7 +109,8 @@ def brute_force(table, budget: Budget, backward_s: float) -> float:
         held = sum(1 << i for i, one in enumerate(choice) if one != "recompute")
         on_host = [i for i, one in enumerate(choice) if one == "offload"]
         host = table.held[on_host, held].sum()
-        device = table.held[:, held].sum() - host + table.staged[on_host].sum()
+        stays = [i for i in range(count) if i not in on_host]
+        device = (table.held - table.spared)[stays, held].sum() + table.staged[on_host].sum()
         if device > budget.device_bytes or host > budget.host_bytes:
             continue
         again = table.flops[held] / budget.flops + table.sent[held] / budget.link_bytes_s
@@ -139,6 +140,21 @@ def test_no_choice_is_better(seed, monkeypatch):
     found = plan.again_s + plan.exposed_s
     assert found == pytest.approx(brute_force(table, budget, plan.backward_s))
     assert plan.device_bytes <= budget.device_bytes and plan.offloaded_bytes <= budget.host_bytes
+
+
+def test_the_layer_in_work_counts_once():
+    """A step that keeps nothing holds one layer's results too: those of the largest kind."""
+    (small,) = layers_of(count=10)
+    twice = lambda graph: dataclasses.replace(  # noqa: E731
+        graph, nodes=[dataclasses.replace(n, size=2 * n.size) for n in graph.nodes]
+    )
+    large = small._replace(kind="large", number=1, backward=twice(small.backward))
+    each = 4.0 * ROWS * WIDE
+    for layers in ([small, large], [large, small]):
+        plan = choose(layers, Budget(1e9, 1e9, 1e9, 1e9, 1e9))
+        assert plan.names("keep") == NAMES
+        assert plan.kept_bytes == 3 * (10 + 2) * each and plan.spared_bytes == 3 * 2 * each
+        assert plan.device_bytes == 3 * 10 * each
 
 
 def test_budgets_decide_what_becomes_of_the_names():
