@@ -108,6 +108,7 @@ def test_going_on_over_another_mesh_agrees(straight, stopped, tmp_path, mesh):
     _assert_agrees(workdir, straight.workdir)
 
 
+@pytest.mark.slow
 def test_going_on_with_one_device_agrees(straight, stopped, tmp_path, compile_cache):
     """A process of its own: it is the number of devices that changes."""
     workdir = copied(stopped.workdir, tmp_path / "work")
@@ -119,6 +120,7 @@ def test_going_on_with_one_device_agrees(straight, stopped, tmp_path, compile_ca
     _assert_agrees(workdir, straight.workdir)
 
 
+@pytest.mark.slow
 def test_lengths_batch_and_schedule_may_change(stopped, tmp_path):
     """Branched into the decay of wsd, with more and shorter rows: goes on in the same text."""
     workdir = copied(stopped.workdir, tmp_path / "work")

@@ -12,6 +12,7 @@ from moejax.generate.load import load
 from moejax.generate.model import LanguageModel
 from moejax.partitioning import make_mesh
 from tests.models.published import FOLDER, cases
+from tests.models.running import FAST_COMPILE
 
 TOLERANCE = {"k3_text": 3e-4, "k3_mxfp4": 3e-4}  # max abs; 2e-4 elsewhere
 NAMES = ("k3_text", "k3_mxfp4", "kimi_linear", "deepseek_v3", "deepseek_v32", "bailing_hybrid")
@@ -24,7 +25,9 @@ def one_device():
 
 @functools.cache
 def model(name: str) -> LanguageModel:
-    return load(FOLDER / name, mesh=one_device())
+    loaded = load(FOLDER / name, mesh=one_device())
+    loaded.compiler_options = FAST_COMPILE
+    return loaded
 
 
 @functools.cache
@@ -72,6 +75,7 @@ def test_losses_are_the_published_codes(name):
 def test_an_imported_checkpoint_is_the_folder_on_any_mesh(tmp_path):
     import_hf(FOLDER / "k3_text", tmp_path / "k3")
     there = load(tmp_path / "k3", mesh=MeshConfig(fsdp=2, expert=4))
+    there.compiler_options = FAST_COMPILE
     got = np.asarray(there.logits(*rows("k3_text")))
     scale = np.max(np.abs(logits("k3_text")))
     assert np.max(np.abs(got - logits("k3_text"))) <= 3e-5 * scale
@@ -141,6 +145,7 @@ def test_pinned_experts_are_the_ones_used():
 def test_bfloat16_stays_near(name):
     """Not elementwise: routing flips. Other packages' own bfloat16 runs are as far away."""
     half = load(FOLDER / name, mesh=one_device(), compute_dtype="bfloat16")
+    half.compiler_options = FAST_COMPILE
     tokens, segments = rows(name)
     got = np.asarray(half.logits(tokens, segments))
     for case, row, where in (("a", 0, slice(101, 165)), ("b", 1, slice(64, 165))):

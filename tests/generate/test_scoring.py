@@ -59,8 +59,16 @@ def plain(tokens: list[int], first: int = 1) -> np.ndarray:
     return losses[0][counted[0]][first - 1 :]
 
 
-@pytest.mark.parametrize("mesh", ["one", "eight"])
-@pytest.mark.parametrize("batch_size", [1, 3, 8])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "mesh"),
+    [
+        (1, "one"), (3, "eight"), (8, "eight"), pytest.param(3, "one", marks=SLOW),
+        pytest.param(8, "one", marks=SLOW), pytest.param(1, "eight", marks=SLOW),
+    ],
+)  # fmt: skip
 def test_a_document_has_one_loss_on_every_mesh_and_batch_size(mesh, batch_size):
     want = documents(3, "one")
     got = documents(batch_size, mesh)
