@@ -41,11 +41,11 @@ from pallas_kernels.lowering import absent_device
 _FOLDER = pathlib.Path(pallas_kernels.__file__).parent
 OPS = tuple(sorted(path.parent.name for path in _FOLDER.glob("*/specs.py")))
 # One device of each: a GPU host of one, the smallest slice of a TPU.
-_SHAPES = {"v5p": "2x2x1", "v6e": "2x2", "tpu7x": "2x2x1"}
+SHAPES = {"v5p": "2x2x1", "v6e": "2x2", "tpu7x": "2x2x1"}
 _SM = {"h100": "sm_90a", "h200": "sm_90a", "b200": "sm_100a"}
 # Multiprocessors of a GPU, cores of a TPU's device.
-_CORES = {"h100": 132, "h200": 132, "b200": 148, "v5p": 2, "v6e": 1, "tpu7x": 1}
-_GATED = (*_SM, *_SHAPES)
+CORES = {"h100": 132, "h200": 132, "b200": 148, "v5p": 2, "v6e": 1, "tpu7x": 1}
+_GATED = (*_SM, *SHAPES)
 
 
 def gate(
@@ -63,7 +63,7 @@ def gate(
     """
     if chip not in _GATED:
         raise ConfigError(f"chip {chip!r} has no gate. Chips: {', '.join(_GATED)}.")
-    hardware = parse_hardware(f"{chip}:{_SHAPES.get(chip, '1x1')}")
+    hardware = parse_hardware(f"{chip}:{SHAPES.get(chip, '1x1')}")
     platform = {"cuda": "gpu"}.get(hardware.chip.platform, hardware.chip.platform)
     try:
         device = absent_devices(hardware)[0]
@@ -116,7 +116,7 @@ def _compiled(hardware: Hardware, platform: str, device: Any, case: GateCase) ->
 
 def _told_of(hardware: Hardware) -> contextlib.AbstractContextManager[None]:
     """Pallas asks what a kernel is for; the device beside the arguments does not tell it."""
-    cores = _CORES[hardware.name.partition(":")[0]]
+    cores = CORES[hardware.name.partition(":")[0]]
     return absent_device(hardware.chip.platform, hardware.chip.jax_kind, cores)
 
 
