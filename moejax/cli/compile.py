@@ -162,6 +162,8 @@ def _facts(report: CompileReport) -> list[list[str]]:
             ["temporaries", gib(memory.temporaries), ""],
         ]
     rows.append(["peak", gib(memory.peak), f"of {gib(memory.available)}"])
+    if memory.program:
+        rows.append(["program", gib(memory.program), "of instructions, beside the peak"])
     if memory.host:
         rows.append(["host", gib(memory.host), "of the host's memory for each of its devices"])
     trained = sum(

@@ -127,7 +127,9 @@ def _everywhere(remat: str, one: Estimate) -> list[list[str]]:
         ["  to weights", f"{flops.weights:.4g}", "those that are trained"],
     ]
     if flops.again:
-        rows.append(["run again", f"{flops.again:.4g}", f"the forward pass, by remat {remat}"])
+        part = 100 * flops.again / flops.forward
+        what = "the forward pass" if part == 100 else f"{part:.0f} % of the forward pass"
+        rows.append(["run again", f"{flops.again:.4g}", f"{what}, by remat {remat}"])
     return rows
 
 

@@ -35,7 +35,7 @@ from moejax.planner.host_memory import (
 )
 from moejax.planner.measure import Measured, run_and_measure
 from moejax.planner.overlap import Overlap, read_overlap
-from moejax.planner.roofline import Roofline, hardware_flops, hbm_bytes, roofline, with_links
+from moejax.planner.roofline import Roofline, hbm_bytes, roofline, with_links
 from moejax.planner.tower import Tower, tower_of
 from moejax.train.batch_shapes import batch_shapes
 from moejax.train.compile import Compiled, compile_once, kernel_lines
@@ -66,6 +66,7 @@ class Memory:
       peak: arguments + outputs - aliased + temporaries.
       available: memory of a device.
       host: what the step holds of the host's memory for this device, in the same sense as `peak`.
+      program: its instructions, which `peak` does not count.
     """
 
     arguments: int
@@ -75,6 +76,7 @@ class Memory:
     peak: int
     available: int
     host: int = 0
+    program: int = 0
 
     @property
     def fits(self) -> bool:
@@ -378,7 +380,8 @@ def _memory(compiled: Compiled | None, refused: str, hardware: Hardware) -> Memo
         held = arguments + outputs - aliased + host
         temporaries = max(facts.peak_memory_in_bytes - held, 0)
     peak = arguments + outputs - aliased + temporaries
-    return Memory(arguments, outputs, aliased, temporaries, peak, available, host)
+    program = facts.generated_code_size_in_bytes
+    return Memory(arguments, outputs, aliased, temporaries, peak, available, host, program)
 
 
 def _bound(
@@ -390,7 +393,7 @@ def _bound(
     remat = cfg.train.remat
     return roofline(
         model_flops=flops_per_token * tokens,
-        hardware_flops=hardware_flops(flops_per_token, remat, flops_of(program).forward) * tokens,
+        hardware_flops=flops_of(program).carried_out * tokens,
         hbm_bytes=hbm_bytes(
             program.parts, cfg.train.compute_dtype, mesh.shape["expert"], remat,
             cfg.train.accumulation, memory.arguments + memory.outputs, memory.temporaries,

@@ -23,7 +23,7 @@ from moejax.planner.categories import Category, argument_categories
 from moejax.planner.collectives import Collective
 from moejax.planner.flops import Flops, flops_of
 from moejax.planner.hardware import Hardware, num_devices
-from moejax.planner.roofline import Near, Roofline, hardware_flops, hbm_bytes, roofline
+from moejax.planner.roofline import Near, Roofline, hbm_bytes, roofline
 from moejax.planner.wire import exchange_traffic, tokens_of_device, weight_traffic
 from moejax.train.state import Program, build_program
 
@@ -220,7 +220,7 @@ def _bound(
     written = sum(one.device_bytes for one in categories if not one.name.startswith(_ONLY_READ))
     return roofline(
         model_flops=flops.model * tokens,
-        hardware_flops=hardware_flops(flops.model, train.remat, flops.forward) * tokens,
+        hardware_flops=flops.carried_out * tokens,
         hbm_bytes=hbm_bytes(
             program.parts, train.compute_dtype, program.mesh.shape["expert"], train.remat,
             train.accumulation, read + written, 0,

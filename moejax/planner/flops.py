@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from moejax.models.flops import attention_flops_per_token, matmul_params_per_token, tower_flops
+from moejax.train.memory_plan import recomputed_share
 from moejax.train.state import Program
 
 
@@ -16,7 +17,8 @@ class Flops:
       forward: every map and the attention cores.
       backward: gradients of activations, through frozen weights too.
       weights: gradients of the weights that are trained.
-      again: the forward pass that remat runs once more; no part of the model's FLOPs.
+      again: the part of the forward pass that remat runs once more, all of it where `auto` has yet
+        to choose; no part of the model's FLOPs.
       all_trained: forward and backward if every weight were trained.
     """
 
@@ -31,6 +33,11 @@ class Flops:
         """What `moejax compile` calls FLOPs a token."""
         return self.forward + self.backward + self.weights
 
+    @property
+    def carried_out(self) -> float:
+        """The model's, and what is run again."""
+        return self.model + self.again
+
 
 def flops_of(program: Program) -> Flops:
     """FLOPs of a token by what they are for; of frozen weights there are no gradients."""
@@ -42,5 +49,5 @@ def flops_of(program: Program) -> Flops:
     tower = tower_flops(parts, data.image_patches, program.trains)
     forward = maps + cores + tower.forward / data.seq_len
     backward = maps + 2 * cores + tower.backward / data.seq_len
-    again = 0.0 if program.cfg.train.remat == "none" else forward
+    again = forward * recomputed_share(program)
     return Flops(forward, backward, trained + tower.weights / data.seq_len, again, 3 * forward)

@@ -118,20 +118,6 @@ def split_bytes(row: Collective, near: Near) -> tuple[float, float]:
     return whole * (inside - 1) / inside, across
 
 
-def hardware_flops(model_flops: float, remat: str, forward_flops: float | None = None) -> float:
-    """FLOPs carried out: rematerialisation runs the forward pass twice.
-
-    Args:
-      model_flops: forward and backward.
-      remat: policy.
-      forward_flops: of the forward pass; None: a third, as where all weights are trained. Of a
-        frozen model it is half.
-    """
-    if remat == "none":
-        return model_flops
-    return model_flops + (model_flops / 3 if forward_flops is None else forward_flops)
-
-
 def hbm_bytes(
     parts: ModelParts, compute_dtype: str, expert_ways: int, remat: str, passes: int,
     state_bytes: int, temp_bytes: int,

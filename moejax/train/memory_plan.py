@@ -117,6 +117,19 @@ def plan_memory(program: Program, budget: Budget) -> Plan:
     return plan_for(layers, budget, {name: policy.of(name) for name in names})
 
 
+def recomputed_share(program: Program) -> float:
+    """Share of the layers' forward FLOPs that a step computes again; 1 where `auto` is to choose."""
+    cfg = program.cfg
+    if cfg.train.remat == "auto":
+        return 1.0
+    policy = policy_of(cfg)
+    if policy.everything or not (policy.keep or policy.offload):
+        return 0.0 if policy.everything else 1.0
+    budget = Budget(0.0, 0.0, _SOME_FLOPS, PEER_BYTES_S, PEER_BYTES_S)  # decides nothing here
+    plan = plan_memory(program, budget)
+    return plan.flops / plan.flops_full if plan.flops_full else 1.0
+
+
 def plan_of_shapes(cfg: RunConfig, sizes: dict[str, int]) -> tuple[Plan, int]:
     """What a config's policy does to the results of a mesh without devices; tokens of a device.
 
@@ -125,19 +138,24 @@ def plan_of_shapes(cfg: RunConfig, sizes: dict[str, int]) -> tuple[Plan, int]:
     Raises:
       ConfigError: `auto` without a budget, or a name that no result of the model is called.
     """
-    shape = tuple(sizes[axis] for axis in MESH_AXES)
-    kinds = (AxisType.Auto,) * len(shape)
-    mesh = AbstractMesh(shape, MESH_AXES, axis_types=kinds)
-    rows = num_batch_shards(sizes) * cfg.train.accumulation
-    cfg = cfg.replace(data=cfg.data.replace(batch_size=rows), eval=cfg.eval.replace(batch_size=0))
     if cfg.train.remat == "auto" and not cfg.swap.budget_gib:
         raise ConfigError(
             "train.remat=auto chooses by the memory there is: give swap.budget_gib, or use "
             "`moejax compile --hardware=...`, which knows it."
         )
-    program = build_program(cfg, mesh)  # type: ignore[arg-type]
+    program = program_of_shapes(cfg, sizes)
     budget = budget_of(cfg, "", available=0.0, taken=0.0, flops=_SOME_FLOPS)
     return plan_memory(program, budget), tokens_a_device(program)
+
+
+def program_of_shapes(cfg: RunConfig, sizes: dict[str, int]) -> Program:
+    """The program of a mesh without devices, a row for each of its batch shards and microbatches."""
+    shape = tuple(sizes[axis] for axis in MESH_AXES)
+    kinds = (AxisType.Auto,) * len(shape)
+    mesh = AbstractMesh(shape, MESH_AXES, axis_types=kinds)
+    rows = num_batch_shards(sizes) * cfg.train.accumulation
+    cfg = cfg.replace(data=cfg.data.replace(batch_size=rows), eval=cfg.eval.replace(batch_size=0))
+    return build_program(cfg, mesh)  # type: ignore[arg-type]
 
 
 def tokens_a_device(program: Program) -> int:

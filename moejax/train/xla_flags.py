@@ -1,4 +1,4 @@
-"""What XLA is asked for so that collectives run beside compute: one table, a reason each.
+"""What XLA is asked for, mostly so that collectives run beside compute: a table with reasons.
 
 Given with each compilation and not by environment variables, so that `moejax compile` and `train`
 ask for the same. `launch/README.md` has the effect of each as seen in compiled steps.
@@ -48,6 +48,8 @@ FLAGS = (
          "the same for what is summed and not scattered"),
     Flag("gpu", "within", "xla_gpu_enable_pipelined_host_offloading", True,
          "results in host memory come back while the repeat behind theirs computes"),
+    Flag("tpu", "off", "xla_tpu_enable_deduplicated_calls", True,
+         "layers of one kind share the code of what they compute alike, so programs are smaller"),
     Flag("tpu", "within", "xla_enable_async_all_gather", True,
          "gathers may begin apart from their end"),
     Flag("tpu", "within", "xla_tpu_enable_async_collective_fusion_fuse_all_gather", True,
@@ -91,8 +93,8 @@ def accepted(flags: Mapping[str, Any], mesh: Mesh) -> dict[str, Any]:
         for name in refused:
             del left[name]
         warnings.warn(
-            f"this XLA has no option {', '.join(refused)}: compiled without it, so that fewer "
-            "collectives may run beside compute.",
+            f"this XLA has no option {', '.join(refused)}: compiled without it, so that "
+            "programs may be larger or fewer collectives run beside compute.",
             stacklevel=3,
         )
     return left

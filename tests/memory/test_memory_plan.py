@@ -7,7 +7,13 @@ import pytest
 from moejax.config import ConfigError
 from moejax.config.load import load_config
 from moejax.memory.names import KNOWN
-from moejax.train.memory_plan import following, keeping_nothing, plan_of_shapes
+from moejax.train.memory_plan import (
+    following,
+    keeping_nothing,
+    plan_of_shapes,
+    program_of_shapes,
+    recomputed_share,
+)
 from tests.memory.test_policies import TOY
 
 
@@ -54,6 +60,20 @@ def test_a_plan_becomes_plain_fields(plan_and_tokens):
     cfg = following(config(train__remat="auto"), plan)
     assert cfg.train.remat == "full" and cfg.swap.keep == plan.names("keep")
     assert keeping_nothing(config(train__remat="auto")).train.remat == "full"
+
+
+def test_the_share_that_runs_again_follows_the_policy(plan_and_tokens):
+    plan, _ = plan_and_tokens
+
+    def share(**changes):
+        cfg = config(**changes)
+        return recomputed_share(program_of_shapes(cfg, cfg.check(2)))
+
+    kept = {"train__remat": "full", "swap__keep": plan.names("keep")}
+    assert share(train__remat="none") == 0 and share(train__remat="full") == 1
+    assert share(train__remat="auto") == 1  # nothing chosen yet
+    assert share(**kept) == pytest.approx(1 - plan.saved_share)
+    assert 0 < share(train__remat="dots") < share(train__remat="exchange") < 1
 
 
 @pytest.mark.parametrize(

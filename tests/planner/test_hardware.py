@@ -14,7 +14,7 @@ from moejax.planner import aot
 from moejax.planner.aot import absent_devices
 from moejax.planner.collectives import Collective
 from moejax.planner.hardware import CHIPS, num_chips, parse_hardware, target_config
-from moejax.planner.roofline import hardware_flops, roofline, split_bytes, with_links
+from moejax.planner.roofline import roofline, split_bytes, with_links
 
 
 @pytest.mark.parametrize(
@@ -114,18 +114,13 @@ def test_the_largest_term_bounds_the_step():
         Collective("all-to-all", "data", 4, 1, 0, int(1e15), open_loop=True),
     ]
     bound = roofline(
-        model_flops=3e14, hardware_flops=hardware_flops(3e14, "full"), hbm_bytes=9.6e11,
+        model_flops=3e14, hardware_flops=4e14, hbm_bytes=9.6e11,
         collectives=[with_links(row, NEAR) for row in rows], chip=chip, peak_flops=1e15,
     )  # fmt: skip
     terms = (bound.compute_s, bound.hbm_s, bound.link_s, bound.network_s)
     assert terms == pytest.approx((0.4, 0.2, 0.1, 0.5))
     assert (bound.bound, bound.step_s, bound.serial_s) == pytest.approx(("network", 0.5, 1.2))
     assert (bound.mfu, bound.serial_mfu) == pytest.approx((0.6, 0.25))
-    assert hardware_flops(3e14, "none") == 3e14
-    # Of a frozen model the forward pass is half; every policy that drops anything runs it again.
-    assert (
-        hardware_flops(3e14, "full", 1.5e14) == hardware_flops(3e14, "exchange", 1.5e14) == 4.5e14
-    )
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
