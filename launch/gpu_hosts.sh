@@ -16,6 +16,7 @@
 # Needs bash 5.1. Each host listens to its ssh: when that ends, by Ctrl-C or because this machine is gone, the run
 # gets SIGTERM there, saves and stops.
 set -uo pipefail
+case "${1:-}" in -h | --help) sed -n '2,/^set /{ /^#SBATCH/d; s/^# \{0,1\}//p; }' "${BASH_SOURCE[0]}" && exit ;; esac
 say() { echo "launch: $*" >&2; }
 if [ ! -r "${1:-}" ]; then
   say "the first argument is a file with a host a line; '${1:-}' cannot be read."

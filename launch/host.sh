@@ -10,6 +10,7 @@
 # train.prefetch (moejax/train/xla_flags.py). Here stands what is read once, before it runs; a value
 # that is set already stays.
 set -euo pipefail
+case "${1:-}" in -h | --help) sed -n '2,/^set /{ /^#SBATCH/d; s/^# \{0,1\}//p; }' "${BASH_SOURCE[0]}" && exit ;; esac
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 platform="${1:-}"
 shift || true

@@ -4,6 +4,7 @@
 #   ./launch/quickstart.sh                                   the run in runs/tiny
 #   ./launch/quickstart.sh --workdir=runs/mine --config.train.num_steps=50
 set -euo pipefail
+case "${1:-}" in -h | --help) sed -n '2,/^set /{ /^#SBATCH/d; s/^# \{0,1\}//p; }' "${BASH_SOURCE[0]}" && exit ;; esac
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 make_environment

@@ -19,6 +19,7 @@
 #SBATCH --output=moejax-%j.log
 #SBATCH --signal=B:USR2@300
 set -uo pipefail
+case "${1:-}" in -h | --help) sed -n '2,/^set /{ /^#SBATCH/d; s/^# \{0,1\}//p; }' "${BASH_SOURCE[0]}" && exit ;; esac
 # SLURM runs a copy of this file, so the checkout is where sbatch was called.
 root="${MOEJAX_ROOT:-${SLURM_SUBMIT_DIR:-$PWD}}"
 if [ ! -x "$root/launch/host.sh" ]; then

@@ -14,6 +14,7 @@
 #                                             a folder of its own; installs Debian's packages where
 #                                             they are missing (root)
 set -euo pipefail
+case "${1:-}" in -h | --help) sed -n '2,/^set /{ /^#SBATCH/d; s/^# \{0,1\}//p; }' "${BASH_SOURCE[0]}" && exit ;; esac
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 # Chips whose kernels must compile, and chips that are told of.

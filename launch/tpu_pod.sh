@@ -12,6 +12,7 @@
 # Ctrl-C ends gcloud and leaves the run alone; `pkill -TERM -f cli.main` over the same command line
 # of gcloud saves and ends it.
 set -euo pipefail
+case "${1:-}" in -h | --help) sed -n '2,/^set /{ /^#SBATCH/d; s/^# \{0,1\}//p; }' "${BASH_SOURCE[0]}" && exit ;; esac
 : "${TPU:?set TPU to the name of the TPU}" "${ZONE:?set ZONE to where the TPU is}"
 
 # On every host one process, with all of its chips; which one it is the machine's metadata tells.

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import math
 import pathlib
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -25,11 +26,20 @@ _BEST_METRIC = "eval_loss"
 # As long as its timers can be in milliseconds; processes that are gone are found by other means.
 _PATIENCE_S = 20 * 24 * 3600
 # What Orbax prints, in pages, of an error that `wait` raises too.
-_TOLD_TWICE = ("_SignalingThread.run() raised", "Handler Commit operations", "save_finalize")
+_COMMIT = "Handler Commit operations"
+_TOLD_TWICE = ("_SignalingThread.run() raised", _COMMIT, "save_finalize")
+# How often a process that waits for its save looks whether it has failed.
+_LOOK_S = 0.1
+# What this process's save in progress has failed with. Orbax keeps it to itself until all processes
+# have met at the end of the save, to which those that wait for the failed one's files never come.
+_failed: list[BaseException] = []
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    return not any(words in record.getMessage() for words in _TOLD_TWICE)
+    text = record.getMessage()
+    if _COMMIT in text and record.exc_info and record.exc_info[1] is not None:
+        _failed.append(record.exc_info[1])
+    return not any(words in text for words in _TOLD_TWICE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +163,7 @@ class Checkpoints:
             manager.delete(step)
         self._keep.losses[step] = meta["metrics"].get(_BEST_METRIC, math.inf)
         self._saving = step
+        _failed.clear()
         items = {
             item: ocp.args.PyTreeSave(layout.nest(layout.named_leaves(tree)))
             for item, tree in _split(state_tree).items()
@@ -257,7 +268,35 @@ class Checkpoints:
         if self._manager is None:
             return
         with self._told("written to", OSError, ValueError):
-            self._manager.wait_until_finished()
+            if jax.process_count() == 1:
+                self._manager.wait_until_finished()
+            else:
+                self._wait_among_several(self._manager)
+
+    def check(self) -> None:
+        """Raises CheckpointError if this process's save in progress has failed already."""
+        with self._told("written to", OSError, ValueError):
+            if _failed:
+                raise _failed[0]
+
+    def _wait_among_several(self, manager: ocp.CheckpointManager) -> None:
+        """Waits, but not for those that wait for what this process could not write."""
+        ended: list[BaseException | None] = []
+
+        def wait() -> None:
+            try:
+                manager.wait_until_finished()
+                ended.append(None)
+            except BaseException as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=wait, name="save in progress", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_LOOK_S)
+            self.check()
+        if ended[0] is not None:
+            raise ended[0]
 
     def close(self) -> None:
         """Finishes the save in progress and frees the threads."""
@@ -277,7 +316,9 @@ class Checkpoints:
                 create=False,
                 cleanup_tmp_directories=True,
                 async_options=ocp.AsyncOptions(
-                    timeout_secs=_PATIENCE_S, post_finalization_callback=self._seal
+                    timeout_secs=_PATIENCE_S, post_finalization_callback=self._seal,
+                    # In a thread it fails unseen, and all wait five minutes for its word.
+                    create_directories_asynchronously=False,
                 ),
                 preservation_policy=self._keep,
             )

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
-from moejax.cluster import join
+from moejax.cluster import code_of, join
 from moejax.cluster.place import COORDINATOR, NUM_PROCESSES, PROCESS_ID
 from moejax.config import ConfigError, RunConfig, flat_names, nearest
 from moejax.config.load import load_config, shipped_names
@@ -220,15 +220,8 @@ def _no_devices(error: BaseException) -> str:
 
 
 def exit_code(options: argparse.Namespace, signum: int | None) -> int:
-    """Of a run that saved and ended: 0, or 128 + the signal that it stopped for.
-
-    With --multihost SIGTERM gives 0 too: a scheduler asked for the end and got it, and whoever
-    starts failed jobs again is not to start this one. Not so in a pod of Kubernetes: there SIGTERM
-    comes from a node that is drained or taken back, and a pod that ended with 0 counts as done.
-    """
-    drained = os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get(COORDINATOR)
-    asked = options.multihost and signum == signal.SIGTERM and not drained
-    return 0 if signum is None or asked else 128 + signum
+    """Of a run that saved and ended; see `moejax.cluster.code_of`."""
+    return code_of(signum, several=options.multihost)
 
 
 def is_first_process() -> bool:

@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         )
     if not options.processes:
         raise ConfigError("--processes=N is needed: how many processes to start.")
-    if options.restarts < 0 or options.grace <= 0:
+    if options.restarts < 0 or not 0 < options.grace < float("inf"):
         raise ConfigError("--restarts must be at least 0, and --grace above 0 seconds.")
     if not command or command[0] not in _COMMANDS:
         raise ConfigError(

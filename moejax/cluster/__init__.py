@@ -2,7 +2,7 @@
 
 from moejax.cluster.detect import Detected, detect
 from moejax.cluster.join import join, meet
-from moejax.cluster.leave import TRY_AGAIN, leaving_together
+from moejax.cluster.leave import TRY_AGAIN, code_of, leaving_together
 from moejax.cluster.local import Supervisor
 from moejax.cluster.place import Membership, membership
 from moejax.cluster.watchdog import Watchdog
@@ -13,6 +13,7 @@ __all__ = [
     "Membership",
     "Supervisor",
     "Watchdog",
+    "code_of",
     "detect",
     "join",
     "leaving_together",

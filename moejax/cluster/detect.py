@@ -13,6 +13,7 @@ from moejax.cluster.place import (
     NUM_PROCESSES,
     PROCESS_ID,
     Membership,
+    address,
     membership,
 )
 from moejax.config import ConfigError
@@ -141,7 +142,7 @@ def _open_mpi(env: Mapping[str, str]) -> Detected | None:
 def _mpi_coordinator(env: Mapping[str, str], *, alone: bool) -> str:
     """What was given, else where mpirun is, which runs beside process 0."""
     if env.get(COORDINATOR):
-        return env[COORDINATOR]
+        return address(env[COORDINATOR])
     job = env.get(_ORTE) or env.get("PMIX_NAMESPACE") or env.get("OMPI_COMM_WORLD_SIZE", "")
     port = env.get(PORT) or _port(zlib.crc32(job.encode()))
     if alone:

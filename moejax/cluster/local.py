@@ -128,6 +128,8 @@ class Supervisor:
                 deadline = float("inf")
             time.sleep(_POLL_S)
         failed = self._failed()
+        if failed and not code and not sent:  # all at once, before we looked
+            self.say(f"process {failed[0]} ended {_in_words(failed[1])}")
         return code or (_exit_code(failed[1]) if failed else 0)
 
     def _failed(self) -> tuple[int, int] | None:

@@ -52,4 +52,16 @@ def membership(env: Mapping[str, str]) -> Membership | None:
             f"{PROCESS_ID}={number} of {NUM_PROCESSES}={count}: give a number of processes, and "
             "for each another number from 0 below it."
         )
-    return Membership(given[COORDINATOR], int(count), int(number))
+    return Membership(address(given[COORDINATOR]), int(count), int(number))
+
+
+def address(text: str) -> str:
+    """The text, which must be host:port.
+
+    Raises:
+      ConfigError: it is not.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise ConfigError(f"{COORDINATOR}={text}: give HOST:PORT of process 0, as 10.0.0.1:8476.")
+    return text

@@ -111,6 +111,7 @@ class Loop:
     def run(self, stop: StopRequest) -> str:
         """Steps until the end, a signal, or `train.stop_at`. Returns why it ended, in words."""
         stop_at = self.cfg.train.stop_at
+        self._stop = stop
         self.agreement = Agreement(self.program.mesh, stop, self.pace)
         total = self.iterator.last_step(self.start_step, self.cfg.train.num_steps)
         for step in range(self.start_step + 1, total + 1):
@@ -119,6 +120,7 @@ class Loop:
             signalled = self.agreement.name
             stopping = bool(signalled) or step == stop_at
             closing = stopping or step == total or self._is_due(step)
+            self.checkpoints.check()
             # Between milestones the host looks at a step while the next one runs.
             self._drain(keep=0 if closing or traced else 1, held=step if closing else None)
             if traced:
@@ -141,7 +143,8 @@ class Loop:
         batch = put_batch(self.program, rows, self.cfg.train.accumulation)
         beside = (self.bad_steps.highest_loss(step), self.agreement.vote())
         if self.compiled is None:
-            self.compiled = self._compile(batch, *beside)
+            with self._stop.nothing_to_save():
+                self.compiled = self._compile(batch, *beside)
             self._begin_step()  # compiling is no part of the first step's time
         if self.profiler.starts(step):
             self._drain(keep=0, held=None)

@@ -118,7 +118,7 @@ def plan_memory(program: Program, budget: Budget) -> Plan:
 
 
 def recomputed_share(program: Program) -> float:
-    """Share of the layers' forward FLOPs that a step computes again; 1 where `auto` is to choose."""
+    """Share of the layers' forward FLOPs that a step computes again; 1 before `auto` chooses."""
     cfg = program.cfg
     if cfg.train.remat == "auto":
         return 1.0
@@ -149,7 +149,7 @@ def plan_of_shapes(cfg: RunConfig, sizes: dict[str, int]) -> tuple[Plan, int]:
 
 
 def program_of_shapes(cfg: RunConfig, sizes: dict[str, int]) -> Program:
-    """The program of a mesh without devices, a row for each of its batch shards and microbatches."""
+    """The program of a mesh without devices, one row for each batch shard and microbatch."""
     shape = tuple(sizes[axis] for axis in MESH_AXES)
     kinds = (AxisType.Auto,) * len(shape)
     mesh = AbstractMesh(shape, MESH_AXES, axis_types=kinds)

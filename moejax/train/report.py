@@ -11,6 +11,7 @@ import sys
 import jax
 
 from moejax.checkpoint import Checkpoints
+from moejax.cluster.place import COORDINATOR
 from moejax.config import RunConfig
 from moejax.observability import RunSummary, describe_goodput
 from moejax.observability.metrics import FILE, read_metrics
@@ -67,7 +68,9 @@ def program_name() -> str:
 
 def device_options() -> tuple[str, ...]:
     """Options that give another process the devices of this one."""
-    options = ("--multihost",) if jax.process_count() > 1 else ()
+    several = jax.process_count() > 1
+    here = os.environ.get(COORDINATOR, "").startswith("127.")  # `moejax launch local`
+    options = ("--multihost",) if several and not here else ()
     on_cpu = jax.devices()[0].platform == "cpu"
     if on_cpu and not options and (len(jax.devices()) > 1 or os.environ.get("JAX_PLATFORMS")):
         return (f"--devices={len(jax.devices())}",)

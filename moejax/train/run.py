@@ -117,6 +117,13 @@ def run(
       ConfigError: settings, data or checkpoint that cannot be used, or an expert exchange that is
         wrong on these devices; nothing was changed.
     """
+    with leaving_together(NonFiniteError):  # which all have at the same step
+        return _run(cfg, workdir, name, overrides or {})
+
+
+def _run(
+    cfg: RunConfig, workdir: str | os.PathLike[str], name: str, overrides: Mapping[str, str]
+) -> TrainResult:
     began = time.perf_counter()
     workdir = local_folder(workdir)
     cfg.check(len(jax.devices()), _devices_per_host())
@@ -149,7 +156,7 @@ def run(
             summary = dataclasses.replace(
                 summary,
                 config=name or str(workdir / RESOLVED_FILE),
-                overrides=overrides or {},
+                overrides=overrides,
                 picture=str(plot_run(workdir, workdir / "curves.png")),
                 wall_s=time.perf_counter() - began,
             )
@@ -252,7 +259,7 @@ def _train(
             Progress(
                 last_step, first_step=start, enabled=cfg.log.progress, silent=not first
             ) as progress,
-            StopRequest(say) as stop,
+            StopRequest(say, several=jax.process_count() > 1) as stop,
             Watchdog(workdir, *shard, cfg.train.watchdog_s, say=_warn, meet=meet) as watchdog,
         ):
             loop = Loop(

@@ -1,6 +1,7 @@
 """Stopping politely.
 
-The first Ctrl-C or SIGTERM asks the loop to save and end, a second Ctrl-C ends at once.
+The first Ctrl-C or SIGTERM asks the loop to save and end, a second Ctrl-C ends at once. So does the
+first one while the step is compiled: there is nothing to save, and it may take minutes.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
+
+from moejax.cluster import code_of
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE_S = 3.0  # for the main thread to leave by itself at a second Ctrl-C
@@ -25,13 +28,15 @@ class StopRequest:
     A thread that the interpreter's wake-up pipe tells of a signal answers at once.
     """
 
-    def __init__(self, say: Callable[[str], Any] = lambda line: None):
+    def __init__(self, say: Callable[[str], Any] = lambda line: None, *, several: bool = False):
         """
         Args:
           say: takes the line that acknowledges a signal; called from another thread.
+          several: whether this is one of several processes, for the exit code.
         """
         self.signum: int | None = None
-        self._say = say
+        self._say, self._several = say, several
+        self._nothing_to_save = False
         self._old: dict[int, Any] = {}
         self._old_wakeup = -1
         self._pipe: tuple[int, int] | None = None
@@ -52,6 +57,15 @@ class StopRequest:
         for signum, handler in self._old.items():
             signal.signal(signum, handler)
 
+    @contextlib.contextmanager
+    def nothing_to_save(self) -> Iterator[None]:
+        """While this lasts a signal ends the process at once."""
+        self._nothing_to_save = True
+        try:
+            yield
+        finally:
+            self._nothing_to_save = False
+
     def _listen(self) -> None:
         read, write = self._pipe = os.pipe()
         os.set_blocking(write, False)
@@ -65,6 +79,9 @@ class StopRequest:
                 continue
             seen.append(numbers[0])
             name = signal.Signals(numbers[0]).name
+            if self._nothing_to_save:
+                self._tell(f"{name}: quitting, there is nothing to save yet")
+                os._exit(code_of(numbers[0], several=self._several))
             if len(seen) == 1:
                 again = "again" if numbers[0] == signal.SIGINT else "Ctrl-C"
                 self._tell(f"{name}: stopping after this step and saving; {again} to quit now")

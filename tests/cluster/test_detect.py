@@ -103,6 +103,7 @@ def test_the_first_host_of_a_list(nodes, first):
         (["--multihost"], "nothing here names the other processes"),
         (["--process-id=1"], "MOEJAX_PROCESS_ID without MOEJAX_COORDINATOR"),
         (["--coordinator=h:1", "--num-processes=2", "--process-id=2"], "MOEJAX_PROCESS_ID=2 of"),
+        (["--coordinator=h", "--num-processes=2", "--process-id=0"], "give HOST:PORT of process 0"),
     ],
 )
 def test_a_command_without_a_place_ends_with_one_line(options, says, capsys, monkeypatch):

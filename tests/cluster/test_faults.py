@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -101,6 +103,30 @@ def test_a_stopped_process_is_named_in_time_and_the_others_leave(straight, tmp_p
 
 
 @pytest.mark.slow
+def test_sigterm_while_it_compiles_ends_it_at_once(tmp_path):
+    job = Job(tmp_path / "run", tmp_path / "compiled", "--restarts=1")
+    job.wait_for(lambda: "compiling the step" in job.said)
+    job.process.send_signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert job.end() == 0, job.said
+    assert time.monotonic() - began < 10
+    assert "nothing to save yet" in job.said and "starting again" not in job.said
+
+
+@pytest.mark.slow
+def test_a_workdir_in_use_is_refused_by_all_in_time(tmp_path, cache):
+    """The first process alone finds it out."""
+    (tmp_path / "run").mkdir()
+    with (tmp_path / "run" / "run.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        job = Job(tmp_path / "run", cache, "--restarts=1")
+        job.wait_for(lambda: "is in use by process" in job.said)
+        began = time.monotonic()
+        assert job.end() == 2, job.said
+        assert time.monotonic() - began < 20 and "starting again" not in job.said
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["one", "all"])
 def test_asked_to_end_it_saves_and_ends_well(straight, tmp_path, cache, to):
     job = Job(tmp_path / "run", cache, "--restarts=1")
@@ -124,6 +150,29 @@ def test_a_full_disk_is_one_line_and_leaves_the_checkpoints_before(straight, tmp
     assert "cannot be written" in job.said and "starting again" not in job.said
     assert steps_on_disk(job.workdir) == [2, 4]
     _ends_like(Job(job.workdir, cache), straight)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["room of process 0", "room of process 1", "a file in the way"])
+def test_a_save_that_fails_in_one_process_ends_all_in_time(straight, tmp_path, cache, what):
+    """The others wait for it inside Orbax, for five minutes if it only says why and ends."""
+    job = Job(tmp_path / "run", cache, "--restarts=1", train__num_steps=ENDLESS)
+    job.wait_for_step(5)
+    if what == "a file in the way":
+        shutil.rmtree(job.workdir / "checkpoints", ignore_errors=True)
+        shutil.rmtree(job.workdir / "checkpoints", ignore_errors=True)
+        (job.workdir / "checkpoints").write_text("no folder")
+    else:
+        resource.prlimit(job.ranks()[int(what[-1])], resource.RLIMIT_FSIZE, (40_000, 40_000))
+    began = time.monotonic()
+    assert job.end() == 2, job.said
+    assert time.monotonic() - began < 60
+    assert "cannot be written" in job.said and "starting again" not in job.said
+    if what == "a file in the way":
+        (job.workdir / "checkpoints").unlink()
+    again = Job(job.workdir, cache, train__num_steps=max(LAST, job.step() + 2))
+    assert again.end() == 0, again.said
+    assert losses(again.workdir, last=LAST) == losses(straight)
 
 
 def _read_only(folder: Path, on: bool) -> None:

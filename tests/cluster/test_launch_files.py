@@ -198,6 +198,14 @@ def test_every_host_of_every_tpu_gets_the_command(tmp_path):
     assert done.returncode == 0
 
 
+@pytest.mark.parametrize("name", ["quickstart", "test", "host", "slurm", "gpu_hosts", "tpu_pod"])
+def test_help_of_a_script_is_its_head_and_starts_nothing(name):
+    path = f"launch/{name}.sh"
+    done = subprocess.run([ROOT / path, "--help"], capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert path in done.stdout and "#" not in done.stdout and "set -" not in done.stdout
+
+
 def test_a_platform_that_is_none_is_refused():
     done = subprocess.run([ROOT / "launch/host.sh", "npu"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "'npu'" in done.stderr

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from moejax.cluster import Membership, Supervisor, membership
+from moejax.cluster import Membership, Supervisor, local, membership
 from moejax.config import ConfigError
 
 
@@ -49,6 +49,11 @@ def test_a_killed_process_counts_as_its_signal():
     code, lines = _run("if me == 2: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)")
     assert code == 128 + signal.SIGKILL
     assert "process 2 ended by SIGKILL" in lines[0]
+
+
+def test_when_all_end_before_it_looks_the_first_failure_is_named(monkeypatch):
+    monkeypatch.setattr(local, "_POLL_S", 5.0)
+    assert _run("time.sleep(1); sys.exit(75 if me == 0 else 9)", 2) == (9, ["process 1 ended with exit code 9"])
 
 
 def test_one_that_will_not_end_is_killed_after_the_grace_time():

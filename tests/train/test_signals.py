@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 # Like a compilation: long, and no signal handler of Python runs before its end.
 _BUSY = """
 import hashlib, time
@@ -16,6 +18,11 @@ with signals.StopRequest(lambda line: print(line, flush=True)) as stop:
     print("begun", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000_000)
 """
+# The same while the step is compiled.
+_COMPILING = _BUSY.replace(
+    '    print("begun", flush=True)\n    hash',
+    '    with stop.nothing_to_save():\n        print("begun", flush=True)\n        hash',
+)
 # Between two steps the main thread answers by itself.
 _IDLE = """
 import time
@@ -45,6 +52,19 @@ def test_a_signal_is_acknowledged_and_a_second_ctrl_c_obeyed_while_the_program_i
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == "SIGINT: quitting\n"
         assert process.wait(timeout=60) == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("several", "signum", "code"),
+    [(False, signal.SIGTERM, 143), (True, signal.SIGTERM, 0), (True, signal.SIGINT, 130)],
+)
+def test_while_it_compiles_the_first_signal_ends_it(several, signum, code):
+    script = _COMPILING.replace("flush=True))", f"flush=True), several={several})")
+    with _process(script) as process:
+        process.send_signal(signum)
+        name = signal.Signals(signum).name
+        assert process.stdout.readline() == f"{name}: quitting, there is nothing to save yet\n"
+        assert process.wait(timeout=60) == code
 
 
 def test_a_second_ctrl_c_interrupts_and_sigterm_only_asks():
