@@ -34,15 +34,19 @@ def check_rank(name: str, x: Any, dims: str) -> None:
 
 
 def check_float(**arrays: Any) -> None:
-    """Raises ValueError unless all are floating."""
+    """Raises ValueError unless all are floating, TypeError where one is no array."""
     for name, x in arrays.items():
+        if x is not None:
+            check_array(name, x)
         if x is not None and not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{name} is {x.dtype}; give bfloat16 or float32.")
 
 
 def check_int(**arrays: Any) -> None:
-    """Raises ValueError unless all are integers; booleans are none."""
+    """Raises ValueError unless all are integers, not booleans; TypeError where one is no array."""
     for name, x in arrays.items():
+        if x is not None:
+            check_array(name, x)
         if x is not None and not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(f"{name} is {x.dtype}; give integers, int32 for example.")
 
@@ -51,6 +55,12 @@ def check_array(name: str, x: Any) -> None:
     """Raises TypeError unless `x` is an array, of JAX or numpy."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"{name} is {_told(x)}; give an array.")
+
+
+def check_arrays(**arrays: Any) -> None:
+    """Raises TypeError unless all are arrays; None is none."""
+    for name, x in arrays.items():
+        check_array(name, x)
 
 
 def check_number(name: str, number: Any) -> float:

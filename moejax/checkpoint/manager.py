@@ -316,7 +316,8 @@ class Checkpoints:
                 create=False,
                 cleanup_tmp_directories=True,
                 async_options=ocp.AsyncOptions(
-                    timeout_secs=_PATIENCE_S, post_finalization_callback=self._seal,
+                    timeout_secs=_PATIENCE_S,
+                    post_finalization_callback=self._seal,
                     # In a thread it fails unseen, and all wait five minutes for its word.
                     create_directories_asynchronously=False,
                 ),

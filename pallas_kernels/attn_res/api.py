@@ -5,7 +5,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import choose
 from pallas_kernels.attn_res import chunked, pallas_gpu, pallas_tpu, ref
-from pallas_kernels.checks import check_float, check_int, check_rank
+from pallas_kernels.checks import check_arrays, check_float, check_int, check_number, check_rank
 
 _IMPLS = {
     "pallas_gpu": pallas_gpu.attn_res,
@@ -62,6 +62,7 @@ def attn_res(
 
 def _check(query, norm_weight, sources, num_sources, eps) -> None:
     check_rank("sources", sources, "X B T D")
+    check_arrays(query=query, norm_weight=norm_weight, sources=sources)
     for name, vector in (("query", query), ("norm_weight", norm_weight)):
         check_rank(name, vector, "D")
         if vector.shape != sources.shape[-1:]:
@@ -74,5 +75,5 @@ def _check(query, norm_weight, sources, num_sources, eps) -> None:
         raise ValueError(f"num_sources={num_sources} is a float; give an integer, or None for all.")
     if hasattr(num_sources, "dtype"):
         check_int(num_sources=num_sources)
-    if not eps >= 0:
+    if check_number("eps", eps) < 0:
         raise ValueError(f"eps={eps} is negative. Use e.g. 1e-6.")

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float
 
 from pallas_kernels import choose
-from pallas_kernels.checks import check_float
+from pallas_kernels.checks import check_arrays, check_float, check_number
 from pallas_kernels.gated_norm import chunked, pallas_gpu, pallas_tpu, ref
 
 _IMPLS = {
@@ -43,13 +43,14 @@ def gated_norm(
       NotImplementedError: `impl` was named and cannot run these arguments.
     Source: the output norm of Kimi Linear, arXiv:2510.26692.
     """
+    check_arrays(x=x, gate=gate, weight=weight)
     if x.ndim == 0 or gate.shape != x.shape or weight.shape != x.shape[-1:]:
         raise ValueError(
             f"gate has shape {gate.shape} and weight {weight.shape}; "
             f"x {x.shape} needs {x.shape} and {x.shape[-1:]}."
         )
     check_float(x=x, gate=gate, weight=weight)
-    if not eps >= 0:
+    if check_number("eps", eps) < 0:
         raise ValueError(f"eps={eps} is negative. Use e.g. 1e-5.")
     names = choose.candidates(_IMPLS, _ORDER, impl)
     return choose.first_that_runs(_IMPLS, names, x, gate, weight, eps=eps)

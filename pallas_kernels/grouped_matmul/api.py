@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from pallas_kernels import choose
-from pallas_kernels.checks import check_float, check_int, check_rank
+from pallas_kernels.checks import check_arrays, check_float, check_int, check_number, check_rank
 from pallas_kernels.grouped_matmul import activation as activations
 from pallas_kernels.grouped_matmul import chunked, mxfp4, pallas_gpu, pallas_tpu, ref
 
@@ -62,6 +62,7 @@ def grouped_matmul(
     check_rank("rows", rows, "R K+")
     check_rank("weights", weights, "E+ K+ F+")
     check_rank("group_sizes", group_sizes, "E")
+    check_arrays(rows=rows, weights=weights, group_sizes=group_sizes)
     check_float(rows=rows)
     check_int(group_sizes=group_sizes)
     E, K, F = weights.shape
@@ -93,13 +94,18 @@ def grouped_matmul(
         _check_lora(lora, (E, K, F))
         tree["a"], tree["b"] = lora
     names = choose.candidates(_IMPLS, _ORDER, impl)
-    options = {"activation": activation, "situ_betas": situ_betas, "lora_scale": float(lora_scale)}
+    scale = check_number("lora_scale", lora_scale)
+    options = {"activation": activation, "situ_betas": situ_betas, "lora_scale": scale}
     return choose.first_that_runs(_IMPLS, names, rows, tree, group_sizes, **options)
 
 
 def _check_betas(betas) -> None:
     pair = isinstance(betas, tuple | list) and len(betas) == 2
-    if not pair or betas[0] is None or not all(b is None or b > 0 for b in betas):
+    if (
+        not pair
+        or betas[0] is None
+        or not all(b is None or check_number("situ_betas", b) > 0 for b in betas)
+    ):
         raise ValueError(
             f"situ_betas={betas!r} is no pair of positive numbers. Give e.g. (4.0, 25.0), or None "
             "for the second."

@@ -1,11 +1,16 @@
 """Kimi Delta Attention: the public functions, their checks and the choice of implementation."""
 
-import math
-
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import choose
-from pallas_kernels.checks import check_float, check_int, check_number, check_rank, is_int
+from pallas_kernels.checks import (
+    check_arrays,
+    check_float,
+    check_int,
+    check_number,
+    check_rank,
+    is_int,
+)
 from pallas_kernels.kda import chunked, composed, pallas_gpu, pallas_tpu, ref
 from pallas_kernels.padding import without_padding
 
@@ -112,12 +117,11 @@ def kda_fused(
       NotImplementedError: `impl` was named and cannot run these arguments.
     Source: Kimi Linear, arXiv:2510.26692; the bounded gate: Kimi K3 report, arXiv:2607.24653.
     """
-    if lower_bound is not None and not -math.inf < lower_bound < 0:
-        raise ValueError(
-            f"lower_bound={lower_bound} is not negative and finite. Use e.g. -5, or None."
-        )
+    if lower_bound is not None and not check_number("lower_bound", lower_bound) < 0:
+        raise ValueError(f"lower_bound={lower_bound} is not negative. Use e.g. -5, or None.")
     inputs = {"gate": gate, "beta_logits": beta_logits}
     _check(q, k, v, inputs, segment_ids, initial_state, chunk)
+    check_arrays(a_log=a_log, dt_bias=dt_bias)
     check_float(a_log=a_log, dt_bias=dt_bias)
     heads = gate.shape[2:]
     if a_log.shape != heads[:1] or dt_bias.shape != heads:
@@ -143,6 +147,7 @@ def _check(q, k, v, per_head, segment_ids, initial_state, chunk):
     (decay_name, decay), (beta_name, beta) = per_head.items()
     check_rank("q", q, "B+ T+ N+ H+")
     check_rank("v", v, "B+ T+ Nv+ h+")
+    check_arrays(q=q, k=k, v=v, **per_head)
     check_float(q=q, k=k, v=v, initial_state=initial_state, **per_head)
     check_int(segment_ids=segment_ids)
     B, T, N, H = q.shape

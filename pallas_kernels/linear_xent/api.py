@@ -7,7 +7,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int32
 
 from pallas_kernels import choose
-from pallas_kernels.checks import check_float, check_int, check_rank, is_int
+from pallas_kernels.checks import (
+    check_arrays,
+    check_float,
+    check_int,
+    check_number,
+    check_rank,
+    is_int,
+)
 from pallas_kernels.dtypes import sum_dtype
 from pallas_kernels.linear_xent import chunked, pallas_gpu, ref
 
@@ -63,6 +70,7 @@ def linear_xent(
     check_rank("x", x, "M D+")
     check_rank("weight", weight, "V+ D+")
     check_rank("labels", labels, "M")
+    check_arrays(x=x, weight=weight, labels=labels)
     check_float(x=x, weight=weight)
     check_int(labels=labels)
     if x.shape[1] != weight.shape[1] or x.shape[0] != labels.shape[0]:
@@ -70,12 +78,12 @@ def linear_xent(
             f"x {x.shape}, weight {weight.shape}, labels {labels.shape} disagree. "
             "Give [M, D], [V, D] and [M]."
         )
-    if not 0 <= label_smoothing < 1:
+    if not 0 <= check_number("label_smoothing", label_smoothing) < 1:
         raise ValueError(f"label_smoothing={label_smoothing} is outside [0, 1).")
-    if not z_loss >= 0:
+    if check_number("z_loss", z_loss) < 0:
         raise ValueError(f"z_loss={z_loss} is not 0 or more. Use 0 for none.")
-    if soft_cap is not None and not 0 < soft_cap < float("inf"):
-        raise ValueError(f"soft_cap={soft_cap} is not positive and finite. Use None for none.")
+    if soft_cap is not None and check_number("soft_cap", soft_cap) <= 0:
+        raise ValueError(f"soft_cap={soft_cap} is not positive. Use None for none.")
     for name, size in (("rows", rows_per_chunk), ("vocab", vocab_per_chunk)):
         if size is not None and not (is_int(size) and size >= 1):
             raise ValueError(

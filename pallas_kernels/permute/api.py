@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float
 
 from pallas_kernels import choose
-from pallas_kernels.checks import check_float, check_rank
+from pallas_kernels.checks import check_arrays, check_float, check_rank
 from pallas_kernels.permute import chunked, pallas_gpu, ref
 from pallas_kernels.permute.plan import PermutePlan
 
@@ -35,6 +35,7 @@ def permute(
     """
     _check_plan(plan)
     check_rank("x", x, "M L")
+    check_arrays(x=x)
     check_float(x=x)
     if x.shape[0] != plan.positions.shape[0]:
         raise ValueError(
@@ -71,6 +72,7 @@ def unpermute(
     _check_plan(plan)
     check_rank("rows", rows, "R L")
     check_rank("weights", weights, "M A")
+    check_arrays(rows=rows, weights=weights)
     check_float(rows=rows, weights=weights)
     if rows.shape[0] != plan.order.shape[0] or weights.shape != plan.positions.shape:
         raise ValueError(

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Int32
 
-from pallas_kernels.checks import check_int, check_rank, is_int
+from pallas_kernels.checks import check_arrays, check_int, check_rank, is_int
 
 # Assignments are ranked in blocks by comparing all pairs of a block: R * 128 comparisons in all,
 # whatever the number of experts (a one-hot prefix sum would need R * E integers).
@@ -41,6 +41,7 @@ def plan_permute(expert_ids: Int[Array, "M A"], num_experts: int) -> PermutePlan
       ValueError: `num_experts` is no integer from 1, or `expert_ids` no integers [M, A].
     """
     check_rank("expert_ids", expert_ids, "M A")
+    check_arrays(expert_ids=expert_ids)
     check_int(expert_ids=expert_ids)
     if not is_int(num_experts):
         raise ValueError(f"num_experts={num_experts!r} is no integer. Give the number of groups.")

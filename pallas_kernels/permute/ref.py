@@ -17,6 +17,8 @@ def unpermute(rows_RL, weights_MA, plan):
     num_tokens, num_active = plan.positions.shape
     real_R = jnp.arange(rows_RL.shape[0]) < jnp.sum(plan.group_sizes)
     weights_R = weights_MA.reshape(-1)[plan.order].astype(acc)
-    weighted_RL = jnp.where(real_R[:, None], rows_RL.astype(acc) * weights_R[:, None], 0)
+    # Before the product: its gradient would read what lies behind the last group.
+    rows_or_0_RL = jnp.where(real_R[:, None], rows_RL.astype(acc), 0)
+    weighted_RL = rows_or_0_RL * weights_R[:, None]
     out_ML = jnp.zeros((num_tokens, rows_RL.shape[1]), acc)
     return out_ML.at[plan.order // num_active].add(weighted_RL).astype(rows_RL.dtype)

@@ -3,7 +3,7 @@
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import choose
-from pallas_kernels.checks import check_float, check_int
+from pallas_kernels.checks import check_arrays, check_float, check_int
 from pallas_kernels.short_conv import chunked, pallas_gpu, ref
 
 _IMPLS = {
@@ -58,6 +58,7 @@ def short_conv(
 def _check(x, taps, segment_ids, initial_state, activation):
     if activation not in _ACTIVATIONS:
         raise ValueError(f"activation={activation!r} is unknown. Use 'silu' or None.")
+    check_arrays(x=x, taps=taps)
     if x.ndim != 3 or 0 in x.shape[1:]:
         raise ValueError(f"x has shape {x.shape}; it must be [B, T, channels], none of them empty.")
     B, T, X = x.shape

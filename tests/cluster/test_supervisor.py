@@ -53,7 +53,8 @@ def test_a_killed_process_counts_as_its_signal():
 
 def test_when_all_end_before_it_looks_the_first_failure_is_named(monkeypatch):
     monkeypatch.setattr(local, "_POLL_S", 5.0)
-    assert _run("time.sleep(1); sys.exit(75 if me == 0 else 9)", 2) == (9, ["process 1 ended with exit code 9"])
+    said = ["process 1 ended with exit code 9"]
+    assert _run("time.sleep(1); sys.exit(75 if me == 0 else 9)", 2) == (9, said)
 
 
 def test_one_that_will_not_end_is_killed_after_the_grace_time():

@@ -130,8 +130,8 @@ WRONG = [
     (linear_xent, {"labels": ints(3, 1)}, "labels has shape"),
     (linear_xent, {"labels": floats(3)}, "labels is float32"),
     (linear_xent, {"rows_per_chunk": 2.5}, "rows_per_chunk=2.5 is no integer"),
-    (linear_xent, {"soft_cap": float("nan")}, "soft_cap=nan"),
-    (linear_xent, {"z_loss": float("nan")}, "z_loss=nan"),
+    (linear_xent, {"soft_cap": float("nan")}, "soft_cap is nan"),
+    (linear_xent, {"z_loss": float("nan")}, "z_loss is nan"),
     (grouped_matmul, {"weights": floats(4, 6)}, r"weights has shape \(4, 6\)"),
     (grouped_matmul, {"weights": floats(0, 4, 6)}, "E at least 1"),
     (grouped_matmul, {"rows": floats(3, 0)}, "K at least 1"),
@@ -181,3 +181,14 @@ def test_no_rows_have_no_loss(impl):
     )
     assert total == 0 and count == 0
     np.testing.assert_array_equal(grads[1], jnp.zeros((5, 4)))
+
+
+@pytest.mark.parametrize("op", list(ARGUMENTS), ids=lambda op: op.__name__)
+@pytest.mark.parametrize("wrong", [None, [1.0, 2.0], 0.5], ids=["none", "list", "number"])
+def test_what_is_no_array_is_named(monkeypatch, op, wrong):
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    given = ARGUMENTS[op]
+    for name in [name for name, value in given.items() if isinstance(value, np.ndarray)]:
+        with pytest.raises((TypeError, ValueError)) as error:
+            op(**given | {name: wrong})
+        assert name in str(error.value) and "\n" not in str(error.value), (name, str(error.value))
