@@ -10,6 +10,8 @@
 #                                             aot, then every kernel, whose table is
 #                                             pallas_kernels/GATES.md; further arguments go to
 #                                             python -m moejax.planner.kernel_gate
+#   ./launch/test.sh aot --quick              of these the marked kernels, for an H200 and a v5p, and
+#                                             no tests: two minutes, a part of CI
 #   ./launch/test.sh slurm                    submits launch/slurm.sh to a SLURM of this machine, in
 #                                             a folder of its own; installs Debian's packages where
 #                                             they are missing (root)
@@ -20,6 +22,11 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 # Chips whose kernels must compile, and chips that are told of.
 gate() {
   export JAX_PLATFORMS=cpu
+  if [ "$*" = --quick ]; then
+    say "the marked kernels at their real sizes"
+    "$BIN/python" -m moejax.planner.kernel_gate --chips=h200,v5p --quick || failed+=(kernels)
+    return
+  fi
   say "pytest -m aot"
   "$BIN/python" -m pytest -q -m aot || failed+=(pytest)
   say "every kernel at its real sizes, up to 20 minutes"
