@@ -66,7 +66,8 @@ def kda(
       impl: "chunked", "ref", "pallas"; None chooses by platform.
     Returns:
       Output in v's dtype, and the state after position T-1 (of the document that T-1 belongs to,
-      so zero after padding at the end) in float32. Sums are float64 if an input is.
+      so zero after padding at the end; of a row of padding alone `initial_state`) in float32. Sums
+      are float64 if an input is.
     Raises:
       ValueError: shapes disagree, one is empty, a dtype is of another kind, or `chunk` is not a
         power of two.
