@@ -16,6 +16,7 @@ import pytest
 from tests.cluster.one_slurm import Cluster, one_machine_cluster
 from tests.cluster.test_launch import FEW, _ended, launch
 from tests.e2e.small import PATIENCE_S, ROOT, flags, rows, steps_on_disk
+from tests.environment import clean_environment
 
 pytestmark = pytest.mark.slurm
 
@@ -34,7 +35,8 @@ def cluster(tmp_path_factory):
 
 def _submit(cluster: Cluster, log: Path, *arguments: str) -> str:
     """The number of a job of two tasks on the one node."""
-    clean = "XLA_FLAGS=,JAX_PLATFORMS="
+    # compiled as what `launch` starts is, or the two round otherwise
+    clean = f"XLA_FLAGS={clean_environment().get('XLA_FLAGS', '')},JAX_PLATFORMS="
     said = cluster.ask(
         "sbatch", "--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=0", f"--output={log}",
         f"--export=ALL,PLATFORM=cpu,MOEJAX_ROOT={ROOT},{clean}",
