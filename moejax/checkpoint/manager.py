@@ -276,7 +276,7 @@ class Checkpoints:
     def check(self) -> None:
         """Raises CheckpointError if this process's save in progress has failed already."""
         with self._told("written to", OSError, ValueError):
-            if _failed:
+            if _failed and self._saving is not None:
                 raise _failed[0]
 
     def _wait_among_several(self, manager: ocp.CheckpointManager) -> None:
